@@ -1,0 +1,3 @@
+"""What Tandem's services share."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,83 @@
+"""gRPC plumbing that every service uses: addresses, channel and server options, health, reflection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+# Above every HTTP body limit, so that a legal HTTP request is never cut by gRPC.
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+KEEPALIVE_MS = 10_000
+# Linux allows 107 characters and a final zero; macOS 103.
+MAX_SOCKET_PATH = 103
+
+_COMMON = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+CHANNEL_OPTIONS = (
+    *_COMMON,
+    # Only the router retries, by its own rules.
+    ("grpc.enable_retries", 0),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+)
+SERVER_OPTIONS = (
+    *_COMMON,
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+)
+
+
+def check_address(address: str) -> str:
+    """Returns a gRPC target for "host:port", "unix:/path" or "unix:///path". Raises ValueError with the reason."""
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:").removeprefix("//")
+        if len(path.encode()) > MAX_SOCKET_PATH:
+            raise ValueError(
+                f"socket path of {len(path.encode())} bytes is over the limit of {MAX_SOCKET_PATH}: {path}"
+            )
+        return f"unix:{path}"
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ValueError(f"{address!r} is neither host:port nor unix:/path")
+    return address
+
+
+def channel(address: str, extra: Sequence[tuple[str, object]] = ()) -> grpc.aio.Channel:
+    """An aio channel with Tandem's limits and keepalive."""
+    return grpc.aio.insecure_channel(check_address(address), options=[*CHANNEL_OPTIONS, *extra])
+
+
+class Health:
+    """grpc.health.v1 of one server: overall ("") and per service name."""
+
+    def __init__(self) -> None:
+        self.servicer = health.aio.HealthServicer()
+
+    async def set(self, serving: bool, service: str = "") -> None:
+        status = health_pb2.HealthCheckResponse
+        await self.servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+
+def server(extra: Sequence[tuple[str, object]] = ()) -> tuple[grpc.aio.Server, Health]:
+    """An aio server with health. Add servicers, then call `add_reflection`, bind and start."""
+    result = grpc.aio.server(options=[*SERVER_OPTIONS, *extra])
+    status = Health()
+    health_pb2_grpc.add_HealthServicer_to_server(status.servicer, result)
+    return result, status
+
+
+def add_reflection(result: grpc.aio.Server, *services: str) -> None:
+    """Turns on server reflection for these full service names (and health)."""
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, result)
