@@ -1,0 +1,120 @@
+"""Runs the draft service: one process beside each engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import secrets
+import signal
+import stat
+from pathlib import Path
+
+from draft_service.build import build_proposer
+from draft_service.service import DraftServicer
+from draft_service.session import Limits
+from draft_service.settings import DraftSettings
+from tandem import logs, rpc
+from tandem.draft.v1 import draft_pb2_grpc
+from tandem.settings import SettingsError
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "tandem.draft.v1.DraftService"
+
+
+def run(settings: DraftSettings) -> int:
+    """Serves until SIGTERM or SIGINT. Returns the exit code: 2 for settings that cannot be used, 1 for a taken address."""
+    logs.setup("draft", settings.log_level)
+    try:
+        return asyncio.run(_serve(settings))
+    except SettingsError as error:
+        log.error("%s", error)
+        return 2
+    except OSError as error:
+        log.error("cannot serve on %s: %s", settings.listen, error)
+        return 1
+
+
+async def _serve(settings: DraftSettings) -> int:
+    proposer = build_proposer(settings)
+    epoch = secrets.randbits(64) or 1
+    servicer = DraftServicer(
+        proposer,
+        settings.proposer_names,
+        epoch,
+        Limits(settings.max_sequences, settings.max_sequence_tokens),
+    )
+    server, health = rpc.server()
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
+    rpc.add_reflection(server, SERVICE_NAME)
+    bind(server, settings.listen)
+    await server.start()
+    await health.set(True)
+    await health.set(True, SERVICE_NAME)
+    # Millions of small objects live as long as their sequence: full collections would only add pauses.
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000)
+    log.info("draft ready", extra={"listen": settings.listen, "proposers": settings.proposers, "pid": os.getpid()})
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+    await health.set(False)
+    await server.stop(grace=0.5)
+    proposer.close()
+    if settings.listen.startswith("unix:"):
+        _socket_path(settings.listen).unlink(missing_ok=True)
+    return 0
+
+
+def _socket_path(address: str) -> Path:
+    return Path(rpc.check_address(address).removeprefix("unix:"))
+
+
+def bind(server: object, address: str) -> None:
+    """Binds; a socket file is private to the user, and one left by a dead process is replaced.
+
+    Raises:
+        OSError: the address is taken or cannot be bound.
+    """
+    target = rpc.check_address(address)
+    if not target.startswith("unix:"):
+        _add_port(server, target)
+        return
+    path = _socket_path(address)
+    if path.exists():
+        _remove_dead(path)
+    before = os.umask(0o177)
+    try:
+        _add_port(server, target)
+    finally:
+        os.umask(before)
+    with contextlib.suppress(OSError):
+        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+
+
+def _add_port(server: object, target: str) -> None:
+    try:
+        port = server.add_insecure_port(target)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    if not port:
+        raise OSError("address is taken or not allowed")
+
+
+def _remove_dead(path: Path) -> None:
+    import socket
+
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise OSError(f"{path} exists and is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise OSError(f"another process serves on {path}")

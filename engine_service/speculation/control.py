@@ -1,0 +1,186 @@
+"""How many drafts pay: a cost model of steps learnt online, acceptance per sequence, and their product.
+
+The goal is tokens per second of the whole step (goodput). With B sequences, r draft rows and p the chance that each
+draft row becomes output, a step yields B + Σp tokens in T(B + r) milliseconds. Rows are added in order of p, and the
+number of rows with the best yield over time is taken: none, if none pays. Whether a draft token was right is learnt
+for every token that the draft service ever gave, also for those that were not run, so nothing has to be wasted on
+trying: under keep-while-equal the output does not depend on the drafts.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# Rows are drafted only if the step's yield over time grows by this factor: the estimates are noisy.
+_MARGIN = 1.02
+# A measured step time moves the estimate by this share; the first ones by more.
+_COST_RATE = 0.1
+# Outliers (another process had the core) count as at most this multiple of the estimate.
+_OUTLIER = 3.0
+# What one more row is believed to cost before anything was measured, as a share of a step of one row.
+_PRIOR_SLOPE = 0.08
+# Acceptance forgets with this factor per observed draft.
+_DECAY = 0.97
+_PRIOR_WEIGHT = 3.0
+
+
+class CostModel:
+    """Milliseconds of a decode step as a function of its sampled rows."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._time: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
+
+    def learn(self, rows: int, step_ms: float) -> None:
+        """A step without prefill took so long."""
+        if rows < 1 or step_ms <= 0:
+            return
+        known = self._time.get(rows)
+        if known is None:
+            bisect.insort(self._rows, rows)
+            self._time[rows] = step_ms
+            self._seen[rows] = 1
+            return
+        self._seen[rows] += 1
+        rate = max(_COST_RATE, 1 / self._seen[rows])
+        # The first measurement may itself be the outlier: a lower one is always believed.
+        self._time[rows] = known + rate * (min(step_ms, _OUTLIER * known) - known)
+
+    def measured(self, rows: int) -> bool:
+        return self._seen.get(rows, 0) >= 3
+
+    def predict(self, rows: int) -> float:
+        """Milliseconds; between measured row counts linear, beyond them with the nearest slope. 1.0 if nothing is known."""
+        if not self._rows:
+            return 1.0 + _PRIOR_SLOPE * (rows - 1)
+        place = bisect.bisect_left(self._rows, rows)
+        if place < len(self._rows) and self._rows[place] == rows:
+            return self._time[rows]
+        if place == 0:
+            first = self._rows[0]
+            return self._time[first] * (1 + _PRIOR_SLOPE * (rows - 1)) / (1 + _PRIOR_SLOPE * (first - 1))
+        low = self._rows[place - 1]
+        if place == len(self._rows):
+            return self._time[low] + self._slope() * (rows - low)
+        high = self._rows[place]
+        share = (rows - low) / (high - low)
+        return self._time[low] + share * (self._time[high] - self._time[low])
+
+    def _slope(self) -> float:
+        """Milliseconds per further row: over the whole measured range, never negative."""
+        low, high = self._rows[0], self._rows[-1]
+        if low == high:
+            return self._time[low] * _PRIOR_SLOPE / (1 + _PRIOR_SLOPE * (low - 1))
+        return max(0.0, (self._time[high] - self._time[low]) / (high - low))
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Chance that the first draft is right, and that the next one is when those before it were."""
+
+    first_hits: float = 0.0
+    first_tries: float = 0.0
+    next_hits: float = 0.0
+    next_tries: float = 0.0
+
+    def learn(self, first: bool, agreed: int, failed: bool) -> None:
+        """`agreed` drafts in a row were right, then (if `failed`) one was wrong. first: the row began with draft 0."""
+        if first and (agreed or failed):
+            self.first_hits = self.first_hits * _DECAY + (agreed > 0)
+            self.first_tries = self.first_tries * _DECAY + 1
+            if not agreed:
+                return
+            agreed -= 1
+        if agreed or failed:
+            self.next_hits = self.next_hits * _DECAY + agreed
+            self.next_tries = self.next_tries * _DECAY + agreed + failed
+
+    def first(self, prior: float) -> float:
+        return (self.first_hits + _PRIOR_WEIGHT * prior) / (self.first_tries + _PRIOR_WEIGHT)
+
+    def following(self, prior: float) -> float:
+        return (self.next_hits + _PRIOR_WEIGHT * prior) / (self.next_tries + _PRIOR_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Drafts at hand for one sequence: how many could run, and the chance of each given those before it."""
+
+    sequence_id: int
+    chances: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class LengthControl:
+    """Chooses draft lengths for a step, and tells whether seeking drafts can pay at all."""
+
+    cost: CostModel = field(default_factory=CostModel)
+
+    def allocate(self, batch: int, offers: Sequence[Offer]) -> dict[int, int]:
+        """Drafts to run, by sequence id (absent: none). batch: sequences that decode in this step."""
+        rows = []
+        for offer in offers:
+            reach = 1.0
+            for position, chance in enumerate(offer.chances):
+                reach *= chance
+                # Falling within a sequence, so that a prefix of the sorted rows is a prefix of every draft.
+                rows.append((-reach, position, offer.sequence_id))
+        rows.sort()
+        plain = batch / self.cost.predict(batch)
+        best, best_rows, gained = plain * _MARGIN, 0, 0.0
+        for count, (reach, _, _) in enumerate(rows, start=1):
+            gained -= reach
+            value = (batch + gained) / self.cost.predict(batch + count)
+            if value > best:
+                best, best_rows = value, count
+        lengths: dict[int, int] = {}
+        for _, _, identity in rows[:best_rows]:
+            lengths[identity] = lengths.get(identity, 0) + 1
+        return lengths
+
+    def can_pay(self, batch: int, chance: float) -> bool:
+        """Whether one sequence's drafts, each right with this chance, could speed up a step of `batch` sequences."""
+        return bool(self.allocate(batch, [Offer(0, (chance,) * 8)]))
+
+    def token_ms(self, batch: int) -> float:
+        """Milliseconds that one token of one sequence takes without drafts, in a batch of this size."""
+        return self.cost.predict(batch) / max(1, batch)
+
+
+@dataclass(slots=True)
+class AskPolicy:
+    """When to ask the draft for one sequence, and what asking has brought.
+
+    `gain` is a moving average of right drafts per question. As long as that is worth less time than a question costs,
+    the sequence asks only every 2, 4, … steps; a fruitful question brings it back at once.
+    """
+
+    gain: float = 1.0
+    questions: int = 0
+    interval: int = 1
+    skipped: int = 0
+
+    MAX_INTERVAL = 64
+    # Right drafts of one question count up to this many: a long copy ends at an unknown place.
+    MAX_GAIN = 8.0
+
+    def due(self) -> bool:
+        """Counts a step in which the sequence has no drafts; True if it should ask in it."""
+        self.skipped += 1
+        return self.skipped >= self.interval
+
+    def asked(self) -> None:
+        self.skipped = 0
+        self.questions += 1
+
+    def learn(self, right: int, pays: bool) -> None:
+        """The last question brought `right` drafts that came true; pays: the average is worth the cost of asking."""
+        rate = max(0.15, 1 / (1 + self.questions))
+        self.gain += rate * (min(right, self.MAX_GAIN) - self.gain)
+        if right > 0 or pays:
+            self.interval = 1
+        else:
+            self.interval = min(2 * self.interval, self.MAX_INTERVAL)
