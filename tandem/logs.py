@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 
@@ -53,9 +54,15 @@ class TerminalFormatter(logging.Formatter):
 
 
 def setup(service: str, level: str = "info") -> None:
-    """Sends all logging of this process to stderr in the form that suits it."""
+    """Sends all logging of this process to stderr in the form that suits it.
+
+    A launcher that reads its children's stderr tells them by TANDEM_LOG_STYLE (terminal or json) what it writes to, and
+    by TANDEM_LOG_NAME what to call themselves.
+    """
+    service = os.environ.get("TANDEM_LOG_NAME") or service
+    style = os.environ.get("TANDEM_LOG_STYLE") or ("terminal" if sys.stderr.isatty() else "json")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(TerminalFormatter(service) if sys.stderr.isatty() else JsonFormatter(service))
+    handler.setFormatter(TerminalFormatter(service) if style == "terminal" else JsonFormatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -1,0 +1,1 @@
+"""`tandem serve`: the whole stack on one machine, as child processes of one launcher."""
