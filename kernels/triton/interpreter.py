@@ -75,4 +75,31 @@ def correct_interpreter() -> None:
     builder.cast_impl = cast_impl
     builder.create_fp_to_fp = create_fp_to_fp
     builder.create_dot = create_dot
+    _patch_once_per_launch(interpreter)
     _applied = True
+
+
+def _patch_once_per_launch(interpreter: Any) -> None:
+    """Makes nested calls cheap: triton.language is patched once per launch and set of modules, not at every call."""
+    import triton.language as tl
+
+    patched: set[frozenset[str]] = set()
+    modules_of: dict[Any, frozenset[str]] = {}
+    launch = interpreter.GridExecutor.__call__
+
+    def call_grid(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = modules_of.get(self.fn)
+        if modules is None:
+            found = (value for value in self.fn.__globals__.values() if value is tl or value is tl.core)
+            modules = modules_of[self.fn] = frozenset(module.__name__ for module in found)
+        if modules not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(modules)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = call_grid
+    interpreter.InterpretedFunction.__call__ = call_function
