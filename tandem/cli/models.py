@@ -43,7 +43,8 @@ def register(app: typer.Typer) -> None:
 
         from tandem.models import store
 
-        table = Table("name", "size", "licence", "path")
+        table = Table("name", "size", "licence")
+        table.add_column("path", overflow="fold")
         for item in store.list_models():
             size = f"{item.nbytes / 1e6:,.0f} MB" if item.nbytes else ""
             table.add_row(item.name, size, item.licence, str(item.path) if item.path else "not pulled")

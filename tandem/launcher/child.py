@@ -19,6 +19,8 @@ from tandem.launcher.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
+# What a child is started with; the launcher's pid and the arguments of `tandem` follow.
+GUARD = (sys.executable, "-m", "tandem.launcher.guard")
 CRASHES_ALLOWED = 5
 CRASH_WINDOW_S = 60.0
 FIRST_BACKOFF_S = 0.2
@@ -64,7 +66,7 @@ class Child:
         environment: dict[str, str],
         watchdog: Watchdog,
         emit: Callable[[bytes], None],
-        command: tuple[str, ...] = (sys.executable, "-m", "tandem.launcher.guard"),
+        command: tuple[str, ...] = GUARD,
     ) -> None:
         self.spec = spec
         self.state = State.STARTING

@@ -75,15 +75,15 @@ def proposer_flags(draft: str) -> dict[str, Any]:
 
 def _engine_flags(
     passed: dict[str, Any], env: dict[str, str], config: Path | None, model: ModelPlace, threads: int
-) -> dict[str, Any]:
-    """What the launcher adds to an engine's flags, where the user has not set it in any way."""
+) -> tuple[dict[str, Any], int]:
+    """What the launcher adds to an engine's flags, where the user has not set it in any way; and its threads."""
     cls = SERVICES["engine"].settings()
-    _, origins = load_settings(cls, flags={**passed, "model": str(model.path)}, env=env, config=config)
+    loaded, origins = load_settings(cls, flags={**passed, "model": str(model.path)}, env=env, config=config)
     added: dict[str, Any] = {"model": str(model.path)}
     for name, value in (("served_model_name", model.name), ("threads", threads)):
         if origins.get(name) == "default":
             added[name] = value
-    return added
+    return added, int(added.get("threads") or getattr(loaded, "threads", threads))
 
 
 def make_plan(
@@ -106,8 +106,7 @@ def make_plan(
         load_settings(SERVICES[service].settings(), flags=flags, env=env, config=config)
         return ChildSpec(name, service, (service, *passing.to_arguments(service, flags), *tail), where)
 
-    threads = max(1, cores // settings.engines)
-    added = _engine_flags(passed["engine"], env, config, model, threads)
+    added, threads = _engine_flags(passed["engine"], env, config, model, max(1, cores // settings.engines))
     engines, drafts = [], []
     for index in range(settings.engines):
         draft_address = ""
@@ -130,4 +129,4 @@ def make_plan(
         *engines,
         *drafts,
     )
-    return Plan(children, env, url, router, admin, int(added.get("threads", passed["engine"].get("threads", threads))))
+    return Plan(children, env, url, router, admin, threads)

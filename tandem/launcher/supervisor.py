@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 
-from tandem.launcher.child import Child, ChildFailed, State
+from tandem.launcher.child import GUARD, Child, ChildFailed, State
 from tandem.launcher.plan import Plan
 from tandem.launcher.ready import Probe
 from tandem.launcher.watchdog import Watchdog
@@ -38,9 +38,10 @@ class Supervisor:
         ready_timeout_s: float,
         grace_s: float = 30.0,
         emit: Callable[[bytes], None] = emit_to_stderr,
+        command: tuple[str, ...] = GUARD,
     ) -> None:
         self.plan = plan
-        self.children = [Child(spec, plan.environment, watchdog, emit) for spec in plan.children]
+        self.children = [Child(spec, plan.environment, watchdog, emit, command) for spec in plan.children]
         self._ready_timeout_s = ready_timeout_s
         self._grace_s = grace_s
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
