@@ -26,7 +26,7 @@ SERVICE_NAME = "tandem.draft.v1.DraftService"
 
 
 def run(settings: DraftSettings) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit code: 2 for settings that cannot be used, 1 for a taken address."""
+    """Serves until SIGTERM or SIGINT. Returns the exit code: 2 for unusable settings, 1 for an unusable address."""
     logs.setup("draft", settings.log_level)
     try:
         return asyncio.run(_serve(settings))

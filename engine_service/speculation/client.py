@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.1
 _CONNECT_TIMEOUT_S = 2.0
+# Answers to no question, per stream, before it is broken off.
+_MAX_UNASKED = 100
 
 
 @dataclass(slots=True)
@@ -88,6 +90,7 @@ class DraftClient:
             self._pending_step = self._step
             self._asked_at = time.perf_counter()
             self.stats.questions += 1
+            self.stats.sent_bytes += question.ByteSize()
             self._questions.put(question)
             return True
 
@@ -105,12 +108,18 @@ class DraftClient:
             answer, self._answer = self._answer, None
             overdue = self._pending_step and time.perf_counter() - self._asked_at > self._stall_s
         if overdue:
-            self._break_off()
+            self.break_off(f"no answer for {self._stall_s:g} s")
         return answer
 
-    def _break_off(self) -> None:
+    def remaining_ms(self) -> float:
+        """How long the pending answer may still take: what answers usually take, or as long again if it is late."""
+        elapsed = (time.perf_counter() - self._asked_at) * 1e3
+        usual = self.stats.latency_us / 1e3 if self.stats.answers else 0.5
+        return usual - elapsed if elapsed < usual else elapsed
+
+    def break_off(self, reason: str) -> None:
         """Gives the question up and the stream with it; the thread connects anew after its backoff."""
-        log.warning("draft did not answer for %.1f s: reconnecting", self._stall_s)
+        log.warning("draft stream broken off", extra={"reason": reason})
         self._lose()
         call = self._call
         if call is not None:
@@ -161,11 +170,15 @@ class DraftClient:
                 self._questions = questions
                 self.stats.connects += 1
             try:
+                unasked = 0
                 for answer in call:
-                    self._deliver(answer)
+                    unasked += not self._deliver(answer)
+                    if unasked > _MAX_UNASKED:
+                        call.cancel()
+                        return "flood of answers that nobody asked for"
                 return "stream ended"
             except grpc.RpcError as error:
-                return f"{getattr(error, 'code', lambda: error)()}"
+                return str(error.code()) if isinstance(error, grpc.Call) else str(error)
             finally:
                 self._lose()
                 questions.put(None)
@@ -177,12 +190,13 @@ class DraftClient:
             self._call = None
             channel.close()
 
-    def _deliver(self, answer: pb.ProposeResponse) -> None:
+    def _deliver(self, answer: pb.ProposeResponse) -> bool:
+        """False if the answer is to no question that still waits."""
         with self._condition:
             self.stats.received_bytes += answer.ByteSize()
             if answer.step != self._pending_step:
                 self.stats.dropped += 1
-                return
+                return False
             elapsed = (time.perf_counter() - self._asked_at) * 1e6
             self.stats.answers += 1
             self.stats.latency_us_sum += elapsed
@@ -190,6 +204,7 @@ class DraftClient:
             self._pending_step = 0
             self._answer = answer
             self._condition.notify_all()
+            return True
 
     def _lose(self) -> None:
         """Forgets the connection: what was asked is void."""

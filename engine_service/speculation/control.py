@@ -24,6 +24,17 @@ _PRIOR_SLOPE = 0.08
 # Acceptance forgets with this factor per observed draft.
 _DECAY = 0.97
 _PRIOR_WEIGHT = 3.0
+# Trials of drafts that do not seem to pay: steps between them at first and at last, rows, and the largest batch.
+_FIRST_TRIAL = 32
+_LAST_TRIAL = 2_048
+_TRIAL_ROWS = 3
+_TRIAL_BATCH = 8
+
+
+def _bucket(rows: int) -> int:
+    """Row counts that share one estimate: exact up to 16, then by 4, from 64 on by 16."""
+    step = 1 if rows <= 16 else 4 if rows <= 64 else 16
+    return rows // step * step
 
 
 class CostModel:
@@ -38,6 +49,7 @@ class CostModel:
         """A step without prefill took so long."""
         if rows < 1 or step_ms <= 0:
             return
+        rows = _bucket(rows)
         known = self._time.get(rows)
         if known is None:
             bisect.insort(self._rows, rows)
@@ -49,11 +61,8 @@ class CostModel:
         # The first measurement may itself be the outlier: a lower one is always believed.
         self._time[rows] = known + rate * (min(step_ms, _OUTLIER * known) - known)
 
-    def measured(self, rows: int) -> bool:
-        return self._seen.get(rows, 0) >= 3
-
     def predict(self, rows: int) -> float:
-        """Milliseconds; between measured row counts linear, beyond them with the nearest slope. 1.0 if nothing is known."""
+        """Milliseconds: linear between measured row counts, beyond them with the mean slope; 1.0 if all is unknown."""
         if not self._rows:
             return 1.0 + _PRIOR_SLOPE * (rows - 1)
         place = bisect.bisect_left(self._rows, rows)
@@ -83,14 +92,18 @@ class Acceptance:
 
     first_hits: float = 0.0
     first_tries: float = 0.0
+    # Sum of the confidences that came with the first drafts: hits over this sum tells how far to trust them.
+    first_claimed: float = 0.0
     next_hits: float = 0.0
     next_tries: float = 0.0
 
-    def learn(self, first: bool, agreed: int, failed: bool) -> None:
-        """`agreed` drafts in a row were right, then (if `failed`) one was wrong. first: the row began with draft 0."""
+    def learn(self, first: bool, agreed: int, failed: bool, claimed: float = 0.0) -> None:
+        """`agreed` drafts in a row were right, then (if `failed`) one was wrong. first: the row began with draft 0,
+        for which the proposer claimed this confidence (0: none)."""
         if first and (agreed or failed):
             self.first_hits = self.first_hits * _DECAY + (agreed > 0)
             self.first_tries = self.first_tries * _DECAY + 1
+            self.first_claimed = self.first_claimed * _DECAY + (claimed or self.first(0.5))
             if not agreed:
                 return
             agreed -= 1
@@ -100,6 +113,11 @@ class Acceptance:
 
     def first(self, prior: float) -> float:
         return (self.first_hits + _PRIOR_WEIGHT * prior) / (self.first_tries + _PRIOR_WEIGHT)
+
+    def first_given(self, claimed: float) -> float:
+        """Chance of a first draft with this confidence: what was claimed, corrected by how claims have fared."""
+        trust = (self.first_hits + 0.5 * _PRIOR_WEIGHT) / (self.first_claimed + 0.5 * _PRIOR_WEIGHT)
+        return min(0.98, claimed * trust)
 
     def following(self, prior: float) -> float:
         return (self.next_hits + _PRIOR_WEIGHT * prior) / (self.next_tries + _PRIOR_WEIGHT)
@@ -113,37 +131,76 @@ class Offer:
     chances: tuple[float, ...]
 
 
+def _ranked(offers: Sequence[Offer]) -> list[tuple[float, int, int]]:
+    """(minus chance to be reached and right, position, sequence id) of all offered drafts, best first.
+
+    The chance falls along a sequence, so whatever prefix of this list is run is a prefix of every draft.
+    """
+    rows = []
+    for offer in offers:
+        reach = 1.0
+        for position, chance in enumerate(offer.chances):
+            reach *= chance
+            rows.append((-reach, position, offer.sequence_id))
+    rows.sort()
+    return rows
+
+
 @dataclass(slots=True)
 class LengthControl:
     """Chooses draft lengths for a step, and tells whether seeking drafts can pay at all."""
 
     cost: CostModel = field(default_factory=CostModel)
+    # Steps between two trials of drafts that do not seem to pay, and steps since the last one. A trial corrects a cost
+    # that was measured in a bad moment; it becomes rarer each time that it changes nothing.
+    trial_interval: int = _FIRST_TRIAL
+    since_trial: int = 0
+
+    def seek(self, batch: int, chance: float) -> bool:
+        """Whether to look for drafts at all, if they are at best right with this chance. False costs nothing."""
+        if self.can_pay(batch, chance):
+            return True
+        if batch > _TRIAL_BATCH:
+            return False
+        self.since_trial += 1
+        return self.since_trial >= self.trial_interval
 
     def allocate(self, batch: int, offers: Sequence[Offer]) -> dict[int, int]:
         """Drafts to run, by sequence id (absent: none). batch: sequences that decode in this step."""
-        rows = []
-        for offer in offers:
-            reach = 1.0
-            for position, chance in enumerate(offer.chances):
-                reach *= chance
-                # Falling within a sequence, so that a prefix of the sorted rows is a prefix of every draft.
-                rows.append((-reach, position, offer.sequence_id))
-        rows.sort()
-        plain = batch / self.cost.predict(batch)
-        best, best_rows, gained = plain * _MARGIN, 0, 0.0
+        rows = _ranked(offers)
+        count = self._best_count(batch, rows)
+        if count:
+            self.since_trial, self.trial_interval = 0, _FIRST_TRIAL
+        elif rows and batch <= _TRIAL_BATCH and -rows[0][0] >= 0.5:
+            count = self._trial(len(rows))
+        lengths: dict[int, int] = {}
+        for _, _, identity in rows[:count]:
+            lengths[identity] = lengths.get(identity, 0) + 1
+        return lengths
+
+    def _trial(self, available: int) -> int:
+        """Rows to run although they do not seem to pay: mostly none."""
+        self.since_trial += 1
+        if self.since_trial < self.trial_interval:
+            return 0
+        self.since_trial = 0
+        self.trial_interval = min(2 * self.trial_interval, _LAST_TRIAL)
+        return min(_TRIAL_ROWS, available)
+
+    def _best_count(self, batch: int, rows: list[tuple[float, int, int]]) -> int:
+        """How many of the ranked rows give the best yield over time."""
+        best = batch / self.cost.predict(batch) * _MARGIN
+        best_count, gained = 0, 0.0
         for count, (reach, _, _) in enumerate(rows, start=1):
             gained -= reach
             value = (batch + gained) / self.cost.predict(batch + count)
             if value > best:
-                best, best_rows = value, count
-        lengths: dict[int, int] = {}
-        for _, _, identity in rows[:best_rows]:
-            lengths[identity] = lengths.get(identity, 0) + 1
-        return lengths
+                best, best_count = value, count
+        return best_count
 
     def can_pay(self, batch: int, chance: float) -> bool:
         """Whether one sequence's drafts, each right with this chance, could speed up a step of `batch` sequences."""
-        return bool(self.allocate(batch, [Offer(0, (chance,) * 8)]))
+        return self._best_count(batch, _ranked([Offer(0, (chance,) * 8)])) > 0
 
     def token_ms(self, batch: int) -> float:
         """Milliseconds that one token of one sequence takes without drafts, in a batch of this size."""
@@ -167,9 +224,13 @@ class AskPolicy:
     # Right drafts of one question count up to this many: a long copy ends at an unknown place.
     MAX_GAIN = 8.0
 
-    def due(self) -> bool:
-        """Counts a step in which the sequence has no drafts; True if it should ask in it."""
+    def skip(self) -> None:
+        """A step came in which the sequence has no drafts."""
         self.skipped += 1
+
+    @property
+    def ripe(self) -> bool:
+        """It is time to ask."""
         return self.skipped >= self.interval
 
     def asked(self) -> None:

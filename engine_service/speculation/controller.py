@@ -1,0 +1,367 @@
+"""Speculation as the step loop uses it: asks the draft service, keeps its answers, decides how much of them to run.
+
+Order of calls in a step: `propose` before planning; after the step `observe` per sequence, `finished` for those that
+ended, then `step_done`, which already asks for the next step, so that the answer travels while the loop does its own
+bookkeeping. All calls come from one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine_service.speculation import MAX_DRAFTS, Draft, NullSpeculation, SpecCandidate, SpeculationController
+from engine_service.speculation.client import DraftClient
+from engine_service.speculation.control import Acceptance, LengthControl, Offer
+from engine_service.speculation.sequence_state import Kept, SequenceState, sampling_message
+from engine_service.speculation.stats import SpeculationStats
+from tandem.draft.v1 import draft_pb2 as pb
+from tandem.lm.types import Sequence
+
+log = logging.getLogger(__name__)
+
+# Best chance that is believed when asking whether drafts could pay at all.
+_BEST_CHANCE = 0.9
+# What a question costs the engine even if nobody waits for it: the draft and the reader need a core for a moment.
+_MESSAGE_MS = 0.15
+# Ended sequences whose last tokens wait for the next question, so that the draft learns whole outputs.
+_MAX_LAST_WORDS = 64
+# A sequence that the draft loses more often gets no further drafts.
+_MAX_RESYNCS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """What the engine's settings say about speculation."""
+
+    # Longest wait for an answer before a step, milliseconds.
+    timeout_ms: float = 2.0
+    # With more decoding sequences no draft is sought.
+    max_batch: int = 16
+    # Most drafts per sequence and step.
+    max_drafts: int = 16
+    # Verify sampled rows by rejection (Leviathan/Chen) instead of keep-while-equal.
+    rejection: bool = False
+    # Ids at or above this are no tokens; 0: unknown, not checked.
+    vocab_size: int = 0
+    # A question unanswered for longer breaks the connection off, seconds.
+    stall_s: float = 1.0
+    # Proposers allowed, in order of preference; empty: all.
+    proposers: tuple[str, ...] = ()
+
+
+class DraftSpeculation:
+    """Drafts from a draft service. Fails open: without an answer in time there are no drafts in this step."""
+
+    def __init__(self, client: DraftClient, options: SpeculationOptions | None = None, epoch: int = 0) -> None:
+        """epoch: of the engine process; 0 draws one."""
+        self._client = client
+        self._options = options or SpeculationOptions()
+        self._epoch = epoch or secrets.randbits(64) or 1
+        self._draft_epoch = 0
+        self._generation = 0
+        self._sequences: dict[int, SequenceState] = {}
+        self._leaving: list[pb.SequenceUpdate | int] = []
+        self._prior: dict[str, Acceptance] = {}
+        self._asked: list[SequenceState] = []
+        # Whether drafts were sought in the last step: only then is the next question asked ahead.
+        self._seeking = False
+        self._batch = 0
+        self.control = LengthControl()
+        self.stats = SpeculationStats(client.stats)
+
+    # What the step loop calls.
+
+    def started(self, sequence: Sequence, salt: str) -> None:
+        self._sequences[sequence.id] = SequenceState(sequence, salt)
+
+    def finished(self, sequence_id: int) -> None:
+        state = self._sequences.pop(sequence_id, None)
+        if state is None or not state.told:
+            return
+        if state.told < state.length and len(self._leaving) < 2 * _MAX_LAST_WORDS:
+            self._leaving.append(state.update(0))
+        self._leaving.append(sequence_id)
+
+    def propose(self, candidates: list[SpecCandidate]) -> dict[int, Draft]:
+        try:
+            return self._propose(candidates)
+        except Exception:
+            self._failed("propose")
+            return {}
+
+    def observe(self, sequence_id: int, proposer: str, proposed: int, accepted: int, committed_ids: list[int]) -> None:
+        if proposed:
+            self.stats.proposer(proposer).add(proposed, accepted)
+        state = self._sequences.get(sequence_id)
+        if state is not None:
+            self._align(state)
+
+    def step_done(self, batch_rows: int, prefill_tokens: int, step_ms: float) -> None:
+        if not prefill_tokens:
+            self.control.cost.learn(batch_rows, step_ms)
+        if self._seeking:
+            try:
+                self._absorb(0.0)
+                self._ask()
+            except Exception:
+                self._failed("step_done")
+
+    def close(self) -> None:
+        self._client.close()
+
+    # How it works.
+
+    def _failed(self, where: str) -> None:
+        """A bug of ours must not reach the step loop: it is counted and shown, and all answers are forgotten."""
+        self.stats.errors += 1
+        if self.stats.errors <= 3:
+            log.exception("speculation failed in %s: going on without drafts", where)
+        for state in self._sequences.values():
+            state.told, state.kept = 0, None
+
+    def _propose(self, candidates: list[SpecCandidate]) -> dict[int, Draft]:
+        self._batch = len(candidates)
+        wishes = [
+            (self._sequences[candidate.sequence.id], min(candidate.max_drafts, self._options.max_drafts))
+            for candidate in candidates
+            if candidate.max_drafts > 0 and candidate.sequence.id in self._sequences
+        ]
+        # Sequences that prefill will decode soon: they count as load too.
+        load = max(1, self._batch, len(self._sequences))
+        self._seeking = load <= self._options.max_batch and self.control.seek(load, _BEST_CHANCE)
+        if not self._seeking:
+            return {}
+        self._absorb(0.0)
+        for state, _ in wishes:
+            self._align(state)
+        lacking = [state for state, _ in wishes if state.kept is None]
+        self._ask(lacking)
+        if not wishes:
+            return {}
+        self.stats.steps += 1
+        if lacking:
+            self._wait(lacking)
+        return self._choose(wishes)
+
+    def _choose(self, wishes: list[tuple[SequenceState, int]]) -> dict[int, Draft]:
+        offers = []
+        for state, most in wishes:
+            if state.kept is not None:
+                chances = state.chances(most, self._prior.setdefault(state.kept.proposer, Acceptance()))
+                offers.append(Offer(state.sequence.id, chances))
+        lengths = self.control.allocate(self._batch, offers) if offers else {}
+        if lengths:
+            self.stats.steps_with_drafts += 1
+        return {identity: self._draft(self._sequences[identity], count) for identity, count in lengths.items()}
+
+    def _draft(self, state: SequenceState, count: int) -> Draft:
+        kept = state.kept
+        assert kept is not None
+        ids = kept.ids[:count]
+        if not self._options.rejection or state.sequence.params.greedy:
+            return Draft(ids, kept.proposer)
+        if kept.distributions is not None:
+            return Draft(ids, kept.proposer, kept.distributions[:count])
+        # A copied draft is drawn from a distribution that is certain of it.
+        certain = tuple((np.array([token], np.int64), np.ones(1, np.float32)) for token in ids)
+        return Draft(ids, kept.proposer, certain)
+
+    def _align(self, state: SequenceState) -> None:
+        if state.kept is not None:
+            ended = state.align(self._prior.setdefault(state.kept.proposer, Acceptance()))
+            if ended is not None:
+                self._ended(state, ended.right)
+
+    def _ended(self, state: SequenceState, right: int) -> None:
+        pays = state.policy.gain * self.control.token_ms(max(1, self._batch)) > _MESSAGE_MS
+        state.policy.learn(right, pays)
+
+    # Questions and answers.
+
+    def _ask(self, lacking: list[SequenceState] | None = None) -> None:
+        """Sends one question for all sequences without drafts that are due, if the one before was answered."""
+        if not self._client.idle:
+            return
+        self._follow_generation()
+        if lacking is None:
+            lacking = [state for state in self._sequences.values() if state.kept is None]
+        due = [state for state in lacking if state.due()]
+        fresh = [state for state in self._sequences.values() if not state.told and not state.refused]
+        if not due and not fresh:
+            return
+        question = pb.ProposeRequest(
+            engine_epoch=self._epoch,
+            draft_epoch=self._draft_epoch,
+            deadline_us=int(self._options.timeout_ms * 1000),
+        )
+        self._say_farewell(question)
+        for state in due:
+            question.sequences.append(self._update(state, MAX_DRAFTS))
+        for state in fresh:
+            if not state.told:
+                # A prompt that still waits or prefills: the draft can read it meanwhile.
+                question.sequences.append(self._update(state, 0))
+        if self._client.ask(question):
+            self._asked = due
+        else:
+            # The connection broke just now: what was told never arrived.
+            self._forget()
+
+    def _update(self, state: SequenceState, want: int) -> pb.SequenceUpdate:
+        new = not state.told
+        message = state.update(want)
+        if new:
+            message.proposers.extend(self._options.proposers)
+            if self._options.rejection:
+                sampling = sampling_message(state.sequence.params, state.sequence.choice, want_distribution=True)
+                message.sampling.CopyFrom(sampling)
+        return message
+
+    def _say_farewell(self, question: pb.ProposeRequest) -> None:
+        for item in self._leaving:
+            if isinstance(item, int):
+                question.finished.append(item)
+            else:
+                question.sequences.append(item)
+        self._leaving.clear()
+
+    def _follow_generation(self) -> None:
+        """A new connection: the other side knows nothing."""
+        if self._generation != self._client.generation:
+            self._generation = self._client.generation
+            self._draft_epoch = 0
+            self._forget()
+
+    def _forget(self) -> None:
+        """Everything must be told anew. Drafts at hand stay: they are compared with what is committed, nothing else."""
+        self._leaving.clear()
+        self._asked = []
+        for state in self._sequences.values():
+            state.told = 0
+
+    def _wait(self, lacking: list[SequenceState]) -> None:
+        """Waits for the answer as long as what it should bring is worth more than the wait."""
+        asked = [state for state in self._asked if state in lacking]
+        if not asked or self._client.idle or not self._client.connected:
+            return
+        worth = sum(min(state.policy.gain, 4.0) for state in asked) * self.control.token_ms(self._batch)
+        if worth <= max(self._client.remaining_ms(), _MESSAGE_MS):
+            return
+        began = time.perf_counter()
+        self._absorb(min(self._options.timeout_ms, worth) / 1000)
+        self.stats.waited_us += (time.perf_counter() - began) * 1e6
+
+    def _absorb(self, timeout_s: float) -> None:
+        answer = self._client.take(timeout_s)
+        if answer is None:
+            return
+        self._follow_generation()
+        if self._draft_epoch not in (0, answer.draft_epoch):
+            # Another process speaks: whatever it says is about nothing that we told it.
+            self.stats.stale += len(answer.proposals)
+            self._draft_epoch = 0
+            self._forget()
+            self._client.break_off("draft changed its epoch in mid-stream")
+            return
+        self._draft_epoch = answer.draft_epoch
+        unanswered = {state.sequence.id: state for state in self._asked if state.sequence.id in self._sequences}
+        self._asked = []
+        for proposal in answer.proposals:
+            state = self._sequences.get(proposal.id)
+            if state is None:
+                continue
+            if proposal.status == pb.PROPOSAL_STATUS_RESYNC:
+                self.stats.resyncs += 1
+                state.told, state.asked_at = 0, -1
+                state.resyncs += 1
+                # One who loses the thread again and again would be told the whole prompt each time.
+                state.refused = state.resyncs > _MAX_RESYNCS
+                unanswered.pop(proposal.id, None)
+            elif proposal.status == pb.PROPOSAL_STATUS_BAD:
+                self.stats.bad += 1
+                state.refused = True
+                log.warning("draft refused a sequence", extra={"detail": proposal.detail[:200]})
+            elif proposal.id in unanswered and self._receive(state, proposal):
+                unanswered.pop(proposal.id)
+        for state in unanswered.values():
+            self._ended(state, 0)
+
+    def _receive(self, state: SequenceState, proposal: pb.Proposal) -> bool:
+        """Keeps the proposal if it is well-formed and fits; False if it is of no use."""
+        kept = self._checked(proposal)
+        if kept is None:
+            self.stats.bad += 1
+            return False
+        if kept.base != state.asked_at:
+            self.stats.stale += 1
+            return False
+        state.kept = kept
+        self._align(state)
+        return True
+
+    def _checked(self, proposal: pb.Proposal) -> Kept | None:
+        """The proposal as something to keep; None if it is malformed."""
+        ids = tuple(proposal.draft_ids)
+        vocab = self._options.vocab_size
+        if proposal.status != pb.PROPOSAL_STATUS_OK:
+            return None
+        if not 0 < len(ids) <= MAX_DRAFTS or (vocab and max(ids) >= vocab):
+            return None
+        distributions = None
+        if proposal.distributions:
+            distributions = _distributions(proposal, vocab)
+            if distributions is None:
+                return None
+        confidence = proposal.confidence if 0.0 <= proposal.confidence <= 1.0 else 0.0
+        return Kept(proposal.base_len, ids, proposal.proposer[:32], confidence, distributions)
+
+
+def _distributions(proposal: pb.Proposal, vocab: int) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
+    """Each draft's sparse distribution: int64 ids and fp32 probabilities that sum to 1. None if any is malformed."""
+    if len(proposal.distributions) != len(proposal.draft_ids):
+        return None
+    result = []
+    for token, entry in zip(proposal.draft_ids, proposal.distributions, strict=True):
+        ids, chances = np.array(entry.ids, np.int64), np.array(entry.probabilities, np.float32)
+        if (
+            ids.size == 0
+            or ids.size != chances.size
+            or np.unique(ids).size != ids.size
+            or (vocab and ids.max() >= vocab)
+        ):
+            return None
+        if not np.isfinite(chances).all() or (chances < 0).any() or abs(float(chances.sum()) - 1) > 1e-3:
+            return None
+        if not (chances[ids == token] > 0).any():
+            return None
+        result.append((ids, chances / chances.sum()))
+    return tuple(result)
+
+
+def connect(settings: object, vocab_size: int = 0) -> SpeculationController:
+    """The controller that the engine's settings ask for: none without a draft address.
+
+    Reads these settings: draft, draft_timeout_ms, draft_max_batch, draft_max_tokens, draft_verification,
+    draft_stall_s.
+
+    Raises:
+        ValueError: the address is malformed.
+    """
+    address = getattr(settings, "draft", "")
+    if not address:
+        return NullSpeculation()
+    defaults = SpeculationOptions()
+    options = SpeculationOptions(
+        timeout_ms=float(getattr(settings, "draft_timeout_ms", defaults.timeout_ms)),
+        max_batch=int(getattr(settings, "draft_max_batch", defaults.max_batch)),
+        max_drafts=min(MAX_DRAFTS, int(getattr(settings, "draft_max_tokens", defaults.max_drafts))),
+        rejection=getattr(settings, "draft_verification", "exact") == "rejection",
+        vocab_size=vocab_size,
+        stall_s=float(getattr(settings, "draft_stall_s", defaults.stall_s)),
+    )
+    return DraftSpeculation(DraftClient(address, stall_s=options.stall_s), options)
