@@ -1,0 +1,77 @@
+"""What a runner needs to know before it loads a model. Plain data: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+NUMERICS = ("fast", "exact")
+KERNELS = ("auto", "torch", "native")
+MODEL_IMPLS = ("auto", "native", "transformers")
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """Settings of load_runner. Bytes, tokens and counts as named.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field, the value and what is allowed.
+    """
+
+    # A .gguf file or a directory with config.json and safetensors.
+    model_path: Path
+    # Weights and activations; auto: what the device computes fast.
+    dtype: str = "auto"
+    # KV cache; auto: the activations' dtype.
+    kv_dtype: str = "auto"
+    # exact: fp32 everywhere; fast: the device's kernels.
+    numerics: str = "fast"
+    # CPU threads; 0: all cores that the process may use.
+    threads: int = 0
+    # cpu, cuda or cuda:N.
+    device: str = "cpu"
+    # Tokens per KV block.
+    block_size: int = 16
+    # Bytes of KV cache over all layers; 0: min(1 GiB, a quarter of the memory limit).
+    kv_cache_bytes: int = 0
+    # Longest prompt plus output in tokens; 0: what the model was trained for.
+    max_model_len: int = 0
+    # Most tokens computed in one step.
+    max_num_batched_tokens: int = 2048
+    # Most sequences in one step.
+    max_num_seqs: int = 256
+    # Processes that share each layer.
+    tensor_parallel_size: int = 1
+    # auto: compiled kernels where they exist for this model and device; torch: the plain path; native: or fail.
+    kernels: str = "auto"
+    # auto: the native family where it knows the architecture, else transformers.
+    model_impl: str = "auto"
+    # Run Python code that comes with the checkpoint.
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for field, allowed in (
+            ("dtype", DTYPES),
+            ("kv_dtype", KV_DTYPES),
+            ("numerics", NUMERICS),
+            ("kernels", KERNELS),
+            ("model_impl", MODEL_IMPLS),
+        ):
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(f"{field} is {value!r}, but must be one of {', '.join(allowed)}")
+        for field, least in (
+            ("threads", 0),
+            ("kv_cache_bytes", 0),
+            ("max_model_len", 0),
+            ("max_num_batched_tokens", 1),
+            ("max_num_seqs", 1),
+            ("tensor_parallel_size", 1),
+        ):
+            value = getattr(self, field)
+            if value < least:
+                raise ValueError(f"{field} is {value}, but must be at least {least}")
+        if self.block_size not in (8, 16, 32, 64, 128):
+            raise ValueError(f"block_size is {self.block_size}, but must be 8, 16, 32, 64 or 128")
