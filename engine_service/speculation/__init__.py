@@ -1,4 +1,4 @@
-"""Speculation as the step loop sees it: an object that is asked for drafts before each step and told what became of them.
+"""Speculation as the step loop sees it: an object that is asked for drafts before each step and told what came of it.
 
 The loop calls it from one thread (the step thread). Nothing here may raise or block beyond its own short deadline:
 a draft that is late, wrong or dead costs speed, never a request.

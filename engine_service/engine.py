@@ -1,0 +1,344 @@
+"""The engine on the event loop: opens streams, feeds the step loop, turns its reports into events, watches over it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Sequence as Seq
+
+from engine_service.grammar import GrammarCompiler, GrammarMatcher
+from engine_service.kv_events import KvEventLog
+from engine_service.loop import Job, StepLoop, StepReport
+from engine_service.outbox import Outbox
+from engine_service.output import ChoiceOutput, ChoiceUpdate, Identity, Stream, prompt_event
+from engine_service.requests import Choice, Request, Status
+from engine_service.scheduler import Scheduler, SchedulerConfig, check_fits
+from engine_service.settings import EngineSettings
+from engine_service.speculation import SpeculationController
+from engine_service.stats import LoopStats
+from engine_service.text import Finish, StopTracker
+from engine_service.validate import Limits, Resumed, Validated
+from tandem.block_hash import hash_chain
+from tandem.engine.v1 import engine_pb2
+from tandem.errors import TandemError, invalid
+from tandem.inference.v1 import inference_pb2 as pb
+from tandem.lm.block_pool import BlockPool
+from tandem.lm.types import Runner, Sequence
+from tandem.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 0.25
+READY, DRAINING, STUCK = (
+    engine_pb2.ENGINE_STATE_READY,
+    engine_pb2.ENGINE_STATE_DRAINING,
+    engine_pb2.ENGINE_STATE_STUCK,
+)
+
+
+class Engine:
+    """One loaded model at work. Everything but the step loop's thread runs on one event loop."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        speculation: SpeculationController,
+        names: tuple[str, ...],
+    ) -> None:
+        spec = runner.spec
+        self.settings = settings
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.names = names
+        self.epoch = secrets.randbits(63) + 1
+        self.started_unix_s = int(time.time())
+        self.state = READY
+        self.identity = Identity(
+            epoch=self.epoch,
+            engine=settings.engine_name or settings.listen,
+            model=names[0],
+            numerics_id=spec.numerics_id,
+            batch_invariant=spec.batch_invariant,
+            kernel_path=spec.kernel_path,
+        )
+        self.max_model_len = context_limit(
+            settings.max_model_len, spec.max_model_len, spec.num_blocks * spec.block_size
+        )
+        self.limits = Limits(
+            vocab_size=spec.vocab_size,
+            max_model_len=self.max_model_len,
+            max_n=min(settings.max_n, settings.max_num_seqs),
+            max_logprobs=settings.max_logprobs,
+            model_stop_ids=tuple(tokenizer.stop_token_ids),
+        )
+        self.kv_log = KvEventLog(self.epoch, spec.block_size, spec.model_digest)
+        self.grammars = GrammarCompiler(
+            tokenizer,
+            spec.vocab_size,
+            max_bytes=settings.grammar_max_bytes,
+            timeout_s=settings.grammar_timeout_s,
+        )
+        config = SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            prefill_chunk=settings.prefill_chunk,
+            policy=settings.policy,
+            priority_age_s=settings.priority_age_s,
+        )
+        pool = BlockPool(spec.num_blocks, spec.block_size, caching=settings.prefix_caching)
+        self.loop = StepLoop(runner, Scheduler(config, pool), speculation, self._sink)
+        self.streams: dict[int, Stream] = {}
+        self._request_ids = itertools.count(1)
+        self._sequence_ids = itertools.count(1)
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def stats(self) -> LoopStats:
+        return self.loop.stats
+
+    def start(self) -> None:
+        """Starts the step thread. Call on the event loop."""
+        self._events = asyncio.get_running_loop()
+        self.loop.start()
+
+    async def close(self, patience_s: float = 5.0) -> None:
+        """Ends all streams and the step thread; a step that hangs is left behind after `patience_s`."""
+        self.end_streams(TandemError("ENGINE_DRAINING", "the engine is shutting down"))
+        self.kv_log.close()
+        self.grammars.close()
+        if await asyncio.to_thread(self.loop.stop, patience_s):
+            self.runner.close()
+        else:
+            log.warning("a step still runs; leaving it behind")
+
+    # Streams
+
+    def check_accepts(self) -> None:
+        """Raises if no new request may come in: ENGINE_DRAINING, NO_ENGINE (a step hangs) or ENGINE_FULL."""
+        if self.state == DRAINING:
+            raise TandemError("ENGINE_DRAINING", "the engine is draining", retry_after_s=1.0)
+        if self.state == STUCK:
+            raise TandemError("NO_ENGINE", "the engine is stuck in a step", retry_after_s=5.0)
+        stats = self.stats
+        room = max(0, self.settings.max_num_seqs - stats.seats) + self.settings.max_waiting
+        if stats.queued >= room:
+            raise TandemError(
+                "ENGINE_FULL",
+                f"{stats.queued} requests wait already and {stats.running} sequences run",
+                retry_after_s=1.0,
+                max_waiting=self.settings.max_waiting,
+                max_num_seqs=self.settings.max_num_seqs,
+            )
+
+    def open(
+        self, message: pb.GenerateRequest, valid: Validated, grammar: GrammarMatcher | None, arrival: float
+    ) -> Stream:
+        """Queues a validated request; its first event waits in the stream's outbox when this returns.
+
+        Raises:
+            TandemError: the engine takes no more, the request never fits, or its resume state contradicts itself.
+        """
+        self.check_accepts()
+        check_fits(len(valid.prompt), valid.max_output, self.loop.scheduler.pool)
+        request = Request(
+            id=next(self._request_ids),
+            name=message.request_id,
+            params=valid.params,
+            prompt=valid.prompt,
+            arrival=arrival,
+            salt=message.cache_salt.encode(),
+            priority=message.priority,
+            deadline=arrival + message.timeout_ms / 1000 if message.timeout_ms else None,
+            score_prompt=valid.score_prompt,
+        )
+        job = Job(request, {})
+        stream = Stream(request, [], Outbox(self.settings.stream_buffer_bytes), message.attempt, message.output.receipt)
+        hashes = hash_chain(valid.prompt, self.loop.scheduler.pool.block_size, request.salt)
+        stream.outbox.put(self._accepted(message, valid, hashes))
+        done = [
+            update
+            for index, resumed in enumerate(valid.resumed)
+            if (update := self._add_choice(index, resumed, valid, message, grammar, hashes, job, stream)) is not None
+        ]
+        self.streams[request.id] = stream
+        self._empty.clear()
+        stream.apply(done, self.identity)
+        if request.unfinished:
+            self.loop.submit(job)
+        return stream
+
+    def _add_choice(
+        self,
+        index: int,
+        resumed: Resumed,
+        valid: Validated,
+        message: pb.GenerateRequest,
+        grammar: GrammarMatcher | None,
+        hashes: list[bytes],
+        job: Job,
+        stream: Stream,
+    ) -> ChoiceUpdate | None:
+        """Makes one choice by replaying what it had emitted. Returns its last update if that had reached an end."""
+        sequence = Sequence(
+            id=next(self._sequence_ids),
+            choice=index,
+            params=valid.params,
+            token_ids=[*valid.prompt, *resumed.ids],
+            prompt_len=len(valid.prompt),
+        )
+        choice = Choice(job.request, sequence, valid.max_output, hashes=list(hashes))
+        job.request.choices.append(choice)
+        if resumed.finished:
+            choice.status = Status.FINISHED
+            stream.earlier_tokens += len(resumed.ids)
+            return None
+        output = ChoiceOutput(index, valid.rules, self.tokenizer, message.output.final_only)
+        stream.outputs[index] = output
+        stream.unfinished += 1
+        tracker = StopTracker(choice, valid.rules, self.tokenizer)
+        job.trackers[index] = tracker
+        matcher = grammar.copy() if grammar is not None else None
+        finish, text = self._replay(index, resumed, valid, tracker, matcher, output) if resumed.ids else (None, None)
+        if matcher is not None:
+            job.matchers[index] = matcher
+        if finish is None:
+            return None
+        choice.status = Status.FINISHED
+        return ChoiceUpdate(index, [], None, 0, text, finish)
+
+    def _replay(
+        self,
+        index: int,
+        resumed: Resumed,
+        valid: Validated,
+        tracker: StopTracker,
+        matcher: GrammarMatcher | None,
+        output: ChoiceOutput,
+    ) -> tuple[Finish | None, str | None]:
+        """Brings tracker, grammar and output to where the emitted tokens had led."""
+        field = f"resume.choices[{index}]"
+        ids = list(resumed.ids)
+        settled = tracker.settle(ids, count=0)
+        finish, text = settled.finish, settled.text
+        if len(settled.ids) < len(ids):
+            raise invalid(f"{field}.emitted_ids", len(ids), f"the output ended after {len(settled.ids)} tokens")
+        if matcher is not None:
+            matcher.accept(ids)
+            if finish is None and matcher.complete:
+                finish, text = Finish("stop"), tracker.close(text)
+        shown = ids if valid.rules.shows(finish) else ids[:-1]
+        try:
+            output.resume(shown, text, resumed.text_bytes_sent, len(ids))
+        except ValueError as error:
+            raise invalid(f"{field}.text_bytes_sent", resumed.text_bytes_sent, str(error)) from error
+        return finish, None if text is None else ""
+
+    def _accepted(self, message: pb.GenerateRequest, valid: Validated, hashes: Seq[bytes]) -> pb.GenerateEvent:
+        block_size = self.loop.scheduler.pool.block_size
+        cached = 0 if valid.score_prompt else self.kv_log.cached_prefix(hashes) * block_size
+        previous = message.resume.numerics_id
+        return pb.GenerateEvent(
+            accepted=pb.Accepted(
+                seed=valid.params.seed,
+                prompt_tokens=len(valid.prompt),
+                cached_tokens=min(cached, len(valid.prompt) - 1),
+                numerics_id=self.identity.numerics_id,
+                epoch=self.epoch,
+                model=self.identity.model,
+                exact_resume=not previous or (previous == self.identity.numerics_id and self.identity.batch_invariant),
+                engine=self.identity.engine,
+                batch_invariant=self.identity.batch_invariant,
+            )
+        )
+
+    def close_stream(self, stream: Stream) -> None:
+        """The call is over, for whatever reason. What still runs is cancelled before the next step."""
+        self.streams.pop(stream.request.id, None)
+        if not stream.done:
+            self.loop.cancel(stream.request.id)
+        if not self.streams:
+            self._empty.set()
+
+    def end_streams(self, error: TandemError) -> None:
+        for stream in list(self.streams.values()):
+            if not stream.done:
+                self.loop.cancel(stream.request.id)
+                stream.outbox.fail(error)
+
+    # Reports of the step loop
+
+    def _sink(self, report: StepReport) -> None:
+        if self._events is not None and not self._events.is_closed():
+            self._events.call_soon_threadsafe(self._deliver, report)
+
+    def _deliver(self, report: StepReport) -> None:
+        self.kv_log.apply(report.changes)
+        for job in report.jobs:
+            stream = self.streams.get(job.request.id)
+            if stream is None:
+                continue
+            if job.prompt_scores is not None:
+                stream.outbox.put(prompt_event(job.request.prompt[0], job.prompt_scores))
+            if not stream.apply(job.updates, self.identity):
+                self.loop.cancel(job.request.id)
+            elif job.error is not None:
+                stream.outbox.fail(job.error)
+
+    # Life
+
+    def drain(self, *, cancel: bool = False) -> int:
+        """Stops (or restarts) taking requests. Returns how many are left."""
+        if self.state != STUCK:
+            self.state = READY if cancel else DRAINING
+        return len(self.streams)
+
+    async def drained(self, grace: float) -> bool:
+        """Waits until nothing is left; after `grace` seconds ends what is. True if nothing had to be ended."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), grace)
+            return True
+        except TimeoutError:
+            if self.state == DRAINING:
+                self.end_streams(
+                    TandemError("ENGINE_DRAINING", f"the engine was drained and {grace} s of grace are over")
+                )
+            return False
+
+    async def watch(self, on_stuck: asyncio.Event, on_recovered: asyncio.Event) -> None:
+        """Sets `on_stuck` when a step hangs, and `on_recovered` when it has ended after all. Runs until cancelled."""
+        before = self.state
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            started = self.stats.step_started
+            limit = max(self.settings.stall_limit, 3 * self.stats.longest_step_ms / 1000)
+            hung = started is not None and time.monotonic() - started > limit
+            if hung and self.state != STUCK:
+                before, self.state = self.state, STUCK
+                self.stats.last_error = f"a step has run for more than {limit:.1f} s"
+                log.error(self.stats.last_error)
+                self.end_streams(TandemError("NO_ENGINE", "the engine is stuck in a step", retry_after_s=5.0))
+                on_stuck.set()
+            elif not hung and self.state == STUCK:
+                self.state = before
+                log.warning("the step that hung has ended; taking requests again")
+                on_recovered.set()
+
+
+def context_limit(wanted: int, trained: int, pool_tokens: int) -> int:
+    """Longest prompt plus output. 0: what both the model and the KV pool hold.
+
+    Raises:
+        ValueError: more is wanted than the pool holds, so that no request could ever reach it.
+    """
+    if wanted > pool_tokens:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the KV cache holds {pool_tokens} tokens: raise kv_cache_bytes or lower it"
+        )
+    return wanted or min(trained, pool_tokens)
