@@ -25,7 +25,7 @@ def philox_word(seed, position, token, choice, purpose):
     zero = c1 ^ c1
     c0 = zero + position.to(tl.uint32)
     c2 = zero + choice.to(tl.uint32)
-    c3 = zero + purpose.to(tl.uint32)
+    c3 = (zero + purpose).to(tl.uint32)
     m0 = zero + 0xD2511F53
     m1 = zero + 0xCD9E8D57
     for _ in tl.static_range(10):
