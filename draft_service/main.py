@@ -39,6 +39,10 @@ def run(settings: DraftSettings) -> int:
 
 
 async def _serve(settings: DraftSettings) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
     proposer = build_proposer(settings)
     epoch = secrets.randbits(64) or 1
     servicer = DraftServicer(
@@ -58,10 +62,6 @@ async def _serve(settings: DraftSettings) -> int:
     gc.freeze()
     gc.set_threshold(50_000, 50, 1_000)
     log.info("draft ready", extra={"listen": settings.listen, "proposers": settings.proposers, "pid": os.getpid()})
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     await stop.wait()
     await health.set(False)
     await server.stop(grace=0.5)

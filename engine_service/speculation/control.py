@@ -19,6 +19,8 @@ _MARGIN = 1.02
 _COST_RATE = 0.1
 # Outliers (another process had the core) count as at most this multiple of the estimate.
 _OUTLIER = 3.0
+# Trust in an estimate shrinks with this factor per step that did not renew it.
+_STALE = 0.99
 # What one more row is believed to cost before anything was measured, as a share of a step of one row.
 _PRIOR_SLOPE = 0.08
 # Acceptance forgets with this factor per observed draft.
@@ -26,6 +28,7 @@ _DECAY = 0.97
 _PRIOR_WEIGHT = 3.0
 # Trials of drafts that do not seem to pay: steps between them at first and at last, rows, and the largest batch.
 _FIRST_TRIAL = 32
+_PLAIN_AGE = 250
 _LAST_TRIAL = 2_048
 _TRIAL_ROWS = 3
 _TRIAL_BATCH = 8
@@ -44,12 +47,18 @@ class CostModel:
         self._rows: list[int] = []
         self._time: dict[int, float] = {}
         self._seen: dict[int, int] = {}
+        # Number of the last step that measured a row count: what was not seen for long yields faster.
+        self._last: dict[int, int] = {}
+        self._steps = 0
 
     def learn(self, rows: int, step_ms: float) -> None:
         """A step without prefill took so long."""
         if rows < 1 or step_ms <= 0:
             return
         rows = _bucket(rows)
+        self._steps += 1
+        age = self._steps - self._last.get(rows, self._steps)
+        self._last[rows] = self._steps
         known = self._time.get(rows)
         if known is None:
             bisect.insort(self._rows, rows)
@@ -57,9 +66,13 @@ class CostModel:
             self._seen[rows] = 1
             return
         self._seen[rows] += 1
-        rate = max(_COST_RATE, 1 / self._seen[rows])
-        # The first measurement may itself be the outlier: a lower one is always believed.
+        rate = max(_COST_RATE, 1 / self._seen[rows], 1 - _STALE**age)
+        # Only upwards: the first measurement may itself be the outlier.
         self._time[rows] = known + rate * (min(step_ms, _OUTLIER * known) - known)
+
+    def age(self, rows: int) -> int:
+        """Steps since this row count was measured; all steps if never."""
+        return self._steps - self._last.get(_bucket(rows), 0)
 
     def predict(self, rows: int) -> float:
         """Milliseconds: linear between measured row counts, beyond them with the mean slope; 1.0 if all is unknown."""
@@ -69,8 +82,8 @@ class CostModel:
         if place < len(self._rows) and self._rows[place] == rows:
             return self._time[rows]
         if place == 0:
-            first = self._rows[0]
-            return self._time[first] * (1 + _PRIOR_SLOPE * (rows - 1)) / (1 + _PRIOR_SLOPE * (first - 1))
+            # Hopeful: a smaller step that was never tried looks cheap until it is tried.
+            return self._time[self._rows[0]] * rows / self._rows[0]
         low = self._rows[place - 1]
         if place == len(self._rows):
             return self._time[low] + self._slope() * (rows - low)
@@ -155,6 +168,14 @@ class LengthControl:
     # that was measured in a bad moment; it becomes rarer each time that it changes nothing.
     trial_interval: int = _FIRST_TRIAL
     since_trial: int = 0
+    trying: bool = False
+
+    def learn(self, rows: int, step_ms: float) -> None:
+        """A step without prefill took so long. A trial that was cheaper than believed is soon followed by another."""
+        if self.trying and step_ms < 0.9 * self.cost.predict(rows):
+            self.trial_interval = _FIRST_TRIAL
+        self.trying = False
+        self.cost.learn(rows, step_ms)
 
     def seek(self, batch: int, chance: float) -> bool:
         """Whether to look for drafts at all, if they are at best right with this chance. False costs nothing."""
@@ -171,6 +192,9 @@ class LengthControl:
         count = self._best_count(batch, rows)
         if count:
             self.since_trial, self.trial_interval = 0, _FIRST_TRIAL
+            if self.cost.age(batch) > _PLAIN_AGE:
+                # What drafts are compared with must stay known: one step without them measures it.
+                return {}
         elif rows and batch <= _TRIAL_BATCH and -rows[0][0] >= 0.5:
             count = self._trial(len(rows))
         lengths: dict[int, int] = {}
@@ -185,6 +209,7 @@ class LengthControl:
             return 0
         self.since_trial = 0
         self.trial_interval = min(2 * self.trial_interval, _LAST_TRIAL)
+        self.trying = True
         return min(_TRIAL_ROWS, available)
 
     def _best_count(self, batch: int, rows: list[tuple[float, int, int]]) -> int:

@@ -71,6 +71,8 @@ class DraftSpeculation:
         # Whether drafts were sought in the last step: only then is the next question asked ahead.
         self._seeking = False
         self._batch = 0
+        # The question, by count, whose answer was last waited for.
+        self._waited_for = 0
         self.control = LengthControl()
         self.stats = SpeculationStats(client.stats)
 
@@ -103,7 +105,7 @@ class DraftSpeculation:
 
     def step_done(self, batch_rows: int, prefill_tokens: int, step_ms: float) -> None:
         if not prefill_tokens:
-            self.control.cost.learn(batch_rows, step_ms)
+            self.control.learn(batch_rows, step_ms)
         if self._seeking:
             try:
                 self._absorb(0.0)
@@ -247,11 +249,13 @@ class DraftSpeculation:
     def _wait(self, lacking: list[SequenceState]) -> None:
         """Waits for the answer as long as what it should bring is worth more than the wait."""
         asked = [state for state in self._asked if state in lacking]
-        if not asked or self._client.idle or not self._client.connected:
+        if not asked or self._client.idle or self._waited_for == self._client.stats.questions:
             return
         worth = sum(min(state.policy.gain, 4.0) for state in asked) * self.control.token_ms(self._batch)
         if worth <= max(self._client.remaining_ms(), _MESSAGE_MS):
             return
+        # Nobody waits twice for one answer.
+        self._waited_for = self._client.stats.questions
         began = time.perf_counter()
         self._absorb(min(self._options.timeout_ms, worth) / 1000)
         self.stats.waited_us += (time.perf_counter() - began) * 1e6

@@ -132,9 +132,7 @@ class SuffixProposer:
             store.young, store.young_tokens = SuffixAutomaton(), 0
         store.young.add(tokens)
         store.young_tokens += len(tokens)
-        while len(self._stores) > 1 and (
-            len(self._stores) > self._max_salts or self.stored_tokens > self._max_store
-        ):
+        while len(self._stores) > 1 and (len(self._stores) > self._max_salts or self.stored_tokens > self._max_store):
             self._stores.popitem(last=False)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from engine_service.speculation import Draft, SpecCandidate, SpeculationControll
 from tandem.draft.v1 import draft_pb2 as pb
 from tandem.draft.v1 import draft_pb2_grpc as rpc
 from tandem.lm.types import SamplingParams, Sequence
+from tandem.rpc import SERVER_OPTIONS
 
 VOCAB = 50
 Target = Callable[[list[int]], int]
@@ -115,7 +116,9 @@ class FakeLoop:
 class ScriptedDraft(rpc.DraftServiceServicer):
     """Answers each question by a function of (question, tokens by sequence), on a real server."""
 
-    def __init__(self, script: Callable[[pb.ProposeRequest, dict[int, list[int]]], Iterator[pb.ProposeResponse]]) -> None:
+    def __init__(
+        self, script: Callable[[pb.ProposeRequest, dict[int, list[int]]], Iterator[pb.ProposeResponse]]
+    ) -> None:
         self.script = script
         self.tokens: dict[int, list[int]] = {}
         self.questions = 0
@@ -149,7 +152,7 @@ class DraftServer:
         self.start()
 
     def start(self) -> None:
-        self._server = grpc.server(ThreadPoolExecutor(4))
+        self._server = grpc.server(ThreadPoolExecutor(4), options=list(SERVER_OPTIONS))
         rpc.add_DraftServiceServicer_to_server(self.servicer, self._server)
         assert self._server.add_insecure_port(self.address)
         self._server.start()
