@@ -1,4 +1,4 @@
-"""Commands that look into or steer running services: drain, routes, kernels."""
+"""Commands that look into or steer running services: drain, routes, health, kernels."""
 
 from __future__ import annotations
 
@@ -161,6 +161,25 @@ def register(app: typer.Typer) -> None:
         _call(_drain(engine_address(engine), int(grace * 1000), cancel, wait))
 
     _routes(app)
+
+    @app.command("health")
+    def health(
+        address: Annotated[str, typer.Argument(help="host:port, unix:/path, or http://host:port of a gateway")],
+        ready: Annotated[bool, typer.Option("--ready", help="Of a gateway: whether an engine can serve.")] = False,
+    ) -> None:
+        """Exits 0 if the service at an address serves, else 1. For health checks."""
+        from tandem.launcher.ready import Probe
+
+        async def ask() -> bool:
+            probe = Probe(address)
+            try:
+                return await (probe.ready() if ready else probe.alive())
+            finally:
+                await probe.close()
+
+        if not _call(ask()):
+            raise fail(f"{address} does not serve", 1)
+        print(f"{address} serves")
 
     @app.command("kernels")
     def kernels() -> None:
