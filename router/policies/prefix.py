@@ -1,0 +1,152 @@
+"""Policies that look at caches."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from router.index import PredictedBlocks, PrefixIndex, match_depths
+from router.load import EngineLoad
+from router.policies.base import Candidate, Policy, Query
+
+# Used until an engine or its peers have measured theirs.
+DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
+DEFAULT_CAPACITY_BLOCKS = 32_768
+
+
+def _capacity(engine: EngineLoad) -> int:
+    return engine.report.kv_blocks_total or DEFAULT_CAPACITY_BLOCKS
+
+
+def _depths(query: Query, engines: Sequence[EngineLoad], *sources: PrefixIndex | PredictedBlocks) -> dict[int, int]:
+    """Matched blocks by slot; engines of different block sizes are looked up with their own hashes."""
+    by_size: dict[int, int] = {}
+    for engine in engines:
+        by_size[engine.block_size] = by_size.get(engine.block_size, 0) | 1 << engine.slot
+    depths: dict[int, int] = {}
+    for size, slots in by_size.items():
+        depths.update(match_depths(query.hashes(size), slots, *sources))
+    return depths
+
+
+class PrefixApprox(Policy):
+    """The approximate policy of many routers: guess caches from what was routed, mind the load only when it is uneven.
+
+    Longest guessed match wins while it covers at least half of the prompt; else the least loaded. When the load is
+    uneven (most loaded over 1.5 times and 16 requests above the least loaded) the least loaded engine wins outright.
+    """
+
+    name = "prefix_approx"
+    MATCH_SHARE = 0.5
+    UNEVEN_RATIO = 1.5
+    UNEVEN_REQUESTS = 16
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._predicted = PredictedBlocks()
+
+    def add(self, engine: EngineLoad) -> None:
+        self._predicted.remove_engine(engine.slot)
+        self._predicted.add_engine(engine.slot)
+
+    def remove(self, engine: EngineLoad) -> None:
+        self._predicted.remove_engine(engine.slot)
+
+    def rank(self, query: Query, engines: Sequence[EngineLoad], now: float) -> list[Candidate]:
+        depths = _depths(query, engines, self._predicted)
+        loads = [engine.sequences() for engine in engines]
+        low, high = min(loads, default=0), max(loads, default=0)
+        uneven = high - low > self.UNEVEN_REQUESTS and high > self.UNEVEN_RATIO * low
+        result = []
+        for engine, load in zip(engines, loads, strict=True):
+            matched = depths.get(engine.slot, 0)
+            good = not uneven and matched * engine.block_size >= self.MATCH_SHARE * max(1, query.prompt_tokens)
+            result.append(Candidate(engine, matched, cost_s=load - (1e6 * matched if good else 0.0)))
+        return result
+
+    def choose(self, candidates: Sequence[Candidate], query: Query) -> Candidate:
+        best = min(candidate.cost_s for candidate in candidates)
+        return self._rng.choice([candidate for candidate in candidates if candidate.cost_s == best])
+
+    def sent(self, query: Query, chosen: Candidate, now: float) -> None:
+        engine = chosen.engine
+        self._predicted.touch(engine.slot, query.hashes(engine.block_size), now, _capacity(engine))
+
+
+class PrefixExact(Policy):
+    """Least predicted time, from announced caches and reported load.
+
+    cost = wait for the prompts before it + own uncached prefill + wait for a place in the batch
+         + wait for KV blocks + what its prefill takes from the streams that already run there.
+    """
+
+    name = "prefix_exact"
+    # Costs within this share (and this many seconds) of the best are ties; a random one of them is taken, so that
+    # routers that see the same reports do not all pick the same engine.
+    TIE_SHARE = 0.05
+    TIE_S = 0.002
+    # How much a second of delay for every stream that runs on the engine weighs against one of this request.
+    INTERFERENCE = 0.02
+
+    def __init__(self, index: PrefixIndex, rng: random.Random, prediction_ttl_s: float) -> None:
+        self._index = index
+        self._rng = rng
+        self._predicted = PredictedBlocks()
+        self._ttl_s = prediction_ttl_s
+        self._expired_at = 0.0
+        self._service_s = 5.0
+
+    def add(self, engine: EngineLoad) -> None:
+        self._predicted.remove_engine(engine.slot)
+        self._predicted.add_engine(engine.slot)
+
+    def remove(self, engine: EngineLoad) -> None:
+        self._predicted.remove_engine(engine.slot)
+
+    def rank(self, query: Query, engines: Sequence[EngineLoad], now: float) -> list[Candidate]:
+        if now - self._expired_at > self._ttl_s / 10:
+            self._expired_at = now
+            for engine in engines:
+                if engine.events_live:
+                    self._predicted.expire(engine.slot, now - self._ttl_s)
+        depths = _depths(query, engines, self._index, self._predicted)
+        rates = [engine.report.prefill_tokens_per_s for engine in engines if engine.report.prefill_tokens_per_s > 0]
+        usual = sorted(rates)[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S
+        return [self._judge(query, engine, depths.get(engine.slot, 0), usual, now) for engine in engines]
+
+    def _judge(self, query: Query, engine: EngineLoad, matched: int, usual: float, now: float) -> Candidate:
+        report = engine.report
+        rate = report.prefill_tokens_per_s or usual
+        size = max(1, engine.block_size)
+        # The last prompt token is always computed.
+        uncached = max(1, query.prompt_tokens - matched * size)
+        prefill = uncached / rate
+        queue = engine.pending_tokens(now) / rate
+        sequences = engine.sequences()
+        over = sequences + 1 - report.max_num_seqs if report.max_num_seqs else 0
+        batch = max(0, over) * self._service_s / max(1, report.max_num_seqs)
+        need = math.ceil((query.prompt_tokens + query.max_tokens) / size) - matched
+        lack = max(0, engine.kv_blocks() + need - report.kv_blocks_total) if report.kv_blocks_total else 0
+        kv = self._service_s * lack / max(1, report.kv_blocks_total)
+        interference = self.INTERFERENCE * prefill * min(sequences, report.max_num_seqs or sequences)
+        step = report.decode_step_s
+        predicted = queue + prefill + batch + kv + step
+        parts = {
+            "queue": queue,
+            "prefill": prefill,
+            "batch": batch,
+            "kv": kv,
+            "step": step,
+            "interference": interference,
+        }
+        return Candidate(engine, matched, predicted, predicted + interference, parts)
+
+    def choose(self, candidates: Sequence[Candidate], query: Query) -> Candidate:
+        best = min(candidate.cost_s for candidate in candidates)
+        limit = best * (1 + self.TIE_SHARE) + self.TIE_S
+        return self._rng.choice([candidate for candidate in candidates if candidate.cost_s <= limit])
+
+    def sent(self, query: Query, chosen: Candidate, now: float) -> None:
+        engine = chosen.engine
+        self._predicted.touch(engine.slot, query.hashes(engine.block_size), now, _capacity(engine))

@@ -1,0 +1,303 @@
+"""InferenceService of the router: the same contract as an engine's, served from the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Any, NoReturn
+
+import grpc
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from router.admission import Admission, Job
+from router.engine import cancel_quietly
+from router.fleet import Fleet
+from router.forward import CrashList, Generation, KeptBytes, RetryBudget, Shared
+from router.metrics import RouterMetrics
+from router.outbox import Outbox
+from router.policies import Query
+from router.recorder import Recorder
+from router.settings import RouterSettings
+from tandem.block_hash import hash_chain
+from tandem.errors import TandemError, abort, invalid
+from tandem.inference.v1 import inference_pb2 as pb
+
+log = logging.getLogger("router.service")
+
+SERVICE = "tandem.inference.v1.InferenceService"
+MAX_REQUEST_ID_BYTES = 256
+UNARY_TRIES = 3
+
+
+class InferenceServicer:
+    """Handlers of InferenceService. Generate, Embed and GetTokenizer pass the engine's bytes on."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: RouterSettings,
+        metrics: RouterMetrics,
+        token: str = "",
+        trusted: bool = True,
+    ) -> None:
+        # Tenant and raised priority are believed only from callers that showed the token or sit on this machine.
+        self._trusted = trusted
+        self.fleet = fleet
+        self.settings = settings
+        self._token = token
+        self.admission = Admission(fleet, settings)
+        self.recorder = Recorder(settings.recorder_size, settings.recorder_file)
+        self.shared = Shared(
+            settings=settings,
+            live=fleet.live,
+            admission=self.admission,
+            budget=RetryBudget(settings.retry_budget),
+            kept=KeptBytes(settings.resume_max_bytes),
+            crashes=CrashList(settings.crash_refusal_s),
+            recorder=self.recorder,
+            metrics=metrics,
+        )
+        self.draining = False
+        self.live: set[asyncio.Task[Any]] = set()
+        metrics.watch(fleet, self.admission)
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The generic handler; None as serializer means bytes."""
+        new = grpc.unary_unary_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Generate": grpc.unary_stream_rpc_method_handler(self.generate),
+                "Embed": new(self.embed),
+                "GetTokenizer": new(self.get_tokenizer),
+                "ListModels": new(
+                    self.list_models,
+                    pb.ListModelsRequest.FromString,
+                    pb.ListModelsResponse.SerializeToString,
+                ),
+                "GetModelInfo": new(
+                    self.get_model_info,
+                    pb.GetModelInfoRequest.FromString,
+                    pb.GetModelInfoResponse.SerializeToString,
+                ),
+            },
+        )
+
+    # -- Generate
+
+    async def generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.live.add(task)
+        try:
+            await self._generate(raw, context)
+        except TandemError as error:
+            await abort(context, error)
+        except grpc.aio.AioRpcError as error:
+            await _pass_on(context, error)
+        except asyncio.CancelledError:
+            if self.draining and not context.cancelled():
+                await abort(context, _draining())
+            raise
+        finally:
+            self.live.discard(task)
+
+    async def _generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+        arrival = time.monotonic()
+        self._check_caller(context)
+        try:
+            request = pb.GenerateRequest.FromString(raw)
+        except DecodeError as error:
+            raise TandemError("INVALID_FIELD", f"the request does not parse: {error}", field="request") from error
+        extra = self._complete(request, context)
+        if extra:
+            raw += extra
+        self.shared.crashes.check(request)
+        query = make_query(request)
+        model = self.fleet.resolve(request.model)
+        self._check_possible(request, query, model)
+        job = self._job(request, query, model, arrival, context)
+        outbox = Outbox(context.write, self.settings.stream_buffer_bytes)
+        writer = asyncio.create_task(outbox.run())
+        generation = Generation(self.shared, raw, request, query, job, outbox)
+        try:
+            await generation.run()
+            outbox.close()
+            await writer
+        except (TandemError, grpc.aio.AioRpcError):
+            # What was received before the error still reaches the client.
+            outbox.close()
+            await writer
+            raise
+        finally:
+            if not writer.done():
+                await cancel_quietly(writer)
+
+    def _complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> bytes:
+        """Checks and fills in what the first service owes the request; returns it as bytes to append."""
+        if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+            raise invalid("request_id", request.request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes are allowed")
+        if request.WhichOneof("prompt") is None:
+            raise invalid("prompt", None, "token_ids or text must be set")
+        extra = pb.GenerateRequest()
+        if not request.request_id:
+            extra.request_id = _metadata(context, "x-request-id")[:64] or "req-" + secrets.token_hex(8)
+        if not request.sampling.HasField("seed"):
+            extra.sampling.seed = secrets.randbits(64)
+        request.MergeFrom(extra)
+        return extra.SerializeToString()
+
+    def _check_caller(self, context: grpc.aio.ServicerContext) -> None:
+        if self.draining:
+            raise _draining()
+        if self._token and not secrets.compare_digest(
+            _metadata(context, "authorization").encode(), f"Bearer {self._token}".encode()
+        ):
+            raise TandemError("UNAUTHENTICATED", "the services' token is missing or wrong")
+
+    def _check_possible(self, request: pb.GenerateRequest, query: Query, model: str) -> None:
+        """Refuses what no engine of this model can ever run."""
+        if request.HasField("text"):
+            return
+        engines = [engine for engine in self.fleet.serving(model) if engine.model is not None]
+        prompt, output = query.prompt_tokens, max(1, request.stop.max_tokens)
+        longest = max((engine.load.max_model_len for engine in engines), default=0)
+        if longest and prompt + output > longest:
+            raise TandemError(
+                "CONTEXT_LENGTH",
+                f"the prompt has {prompt} tokens and max_tokens is {request.stop.max_tokens}, "
+                f"but the context of {model} has {longest}",
+                prompt_tokens=prompt,
+                max_tokens=request.stop.max_tokens,
+                max_model_len=longest,
+            )
+        needs = [
+            (-(-(prompt + output) // max(1, engine.load.block_size)), engine.load.report.kv_blocks_total)
+            for engine in engines
+        ]
+        if needs and all(pool and need > pool for need, pool in needs):
+            need, pool = max(needs, key=lambda pair: pair[1])
+            raise TandemError(
+                "NEVER_FITS",
+                f"the request needs {need} KV blocks, the largest engine has {pool}",
+                need_blocks=need,
+                pool_blocks=pool,
+            )
+
+    def _job(
+        self,
+        request: pb.GenerateRequest,
+        query: Query,
+        model: str,
+        arrival: float,
+        context: grpc.aio.ServicerContext,
+    ) -> Job:
+        limits = [context.time_remaining(), request.timeout_ms / 1000, self.settings.request_timeout_s]
+        given = [limit for limit in limits if limit]
+        resumed = request.HasField("resume")
+        return Job(
+            model=model,
+            query=query,
+            priority=request.priority if self._trusted else max(0, request.priority),
+            tenant=request.tenant if self._trusted else "",
+            arrival=arrival,
+            deadline=arrival + min(given) if given else None,
+            numerics_id=request.resume.numerics_id if resumed else "",
+            tokenizer_digest=request.tokenizer_digest,
+            again=resumed,
+        )
+
+    # -- the rest
+
+    async def embed(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            self._check_caller(context)
+            request = pb.EmbedRequest.FromString(raw)
+            model = self.fleet.resolve(request.model)
+            query = Query(request.request_id, sum(len(item.ids) for item in request.inputs))
+            return await self._unary("embed", raw, model, query, context)
+        except DecodeError as error:
+            await abort(context, TandemError("INVALID_FIELD", f"the request does not parse: {error}"))
+        except TandemError as error:
+            await abort(context, error)
+
+    async def get_tokenizer(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            self._check_caller(context)
+            model = self.fleet.resolve(pb.GetTokenizerRequest.FromString(raw).model)
+            return await self._unary("tokenizer", raw, model, Query("", 0), context)
+        except DecodeError as error:
+            await abort(context, TandemError("INVALID_FIELD", f"the request does not parse: {error}"))
+        except TandemError as error:
+            await abort(context, error)
+
+    async def _unary(
+        self, method: str, raw: bytes, model: str, query: Query, context: grpc.aio.ServicerContext
+    ) -> bytes:
+        """One call to the least loaded engine, and to another one if that is unavailable."""
+        left = context.time_remaining()
+        job = Job(model=model, query=query, deadline=None if left is None else time.monotonic() + left)
+        for last in (False,) * (UNARY_TRIES - 1) + (True,):
+            grant = await self.admission.acquire(job)
+            try:
+                call = getattr(grant.engine, method)(
+                    raw, timeout=context.time_remaining(), metadata=grant.engine.metadata(query.request_id)
+                )
+                answer = await call
+                grant.engine.succeeded()
+                return answer
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE or last:
+                    await _pass_on(context, error)
+                grant.engine.failed(error.details() or "")
+                job.avoid = job.avoid | {grant.engine.address}
+                job.again = True
+            finally:
+                self.admission.release(grant, job)
+        raise AssertionError("the last try returns or aborts")
+
+    async def list_models(self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext) -> Any:
+        return pb.ListModelsResponse(models=self.fleet.models())
+
+    async def get_model_info(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            model = self.fleet.resolve(request.model)
+        except TandemError as error:
+            await abort(context, error)
+        return pb.GetModelInfoResponse(model=self.fleet.usable(model)[0].model)
+
+
+def make_query(request: pb.GenerateRequest) -> Query:
+    """What policies may know: length, and block hashes on demand. A text prompt has neither."""
+    ids = request.token_ids.ids
+    count = len(ids)
+    start = 0
+    if request.HasField("truncate_prompt_tokens"):
+        start = max(0, count - request.truncate_prompt_tokens)
+    salt = request.cache_salt.encode()
+
+    def hasher(block_size: int) -> list[bytes]:
+        return hash_chain(np.fromiter(ids, dtype="<u4", count=count)[start:], block_size, salt)
+
+    return Query(request.request_id, count - start, request.stop.max_tokens, hasher if count else None)
+
+
+async def _pass_on(context: grpc.aio.ServicerContext, error: grpc.aio.AioRpcError) -> NoReturn:
+    """Ends the call with an engine's own status, details included."""
+    trailing = tuple((key, value) for key, value in error.trailing_metadata() or ())
+    await context.abort(error.code(), error.details() or "", trailing)
+    raise AssertionError("abort raises")
+
+
+def _metadata(context: grpc.aio.ServicerContext, key: str) -> str:
+    for name, value in context.invocation_metadata() or ():
+        if name == key:
+            return value if isinstance(value, str) else value.decode(errors="replace")
+    return ""
+
+
+def _draining() -> TandemError:
+    return TandemError("ENGINE_DRAINING", "this router is shutting down; ask another", retry_after_s=1.0)
