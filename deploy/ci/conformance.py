@@ -1,4 +1,4 @@
-"""Runs a black-box pytest suite of OpenAI's API against a freshly started stack: python conformance.py FOLDER [pytest args].
+"""Runs a black-box pytest suite of OpenAI's API against a freshly started stack: conformance.py FOLDER [pytest args].
 
 The suite gets BASE_URL and API_KEY. It is run from a copy, so that nothing is written beside it.
 """

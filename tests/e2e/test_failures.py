@@ -76,7 +76,7 @@ def test_engine_killed_next_request_is_served_and_it_comes_back(stack: Stack) ->
         os.kill(old, signal.SIGKILL)
         assert text_of(ask(stack, "What is the capital of Italy?")) == before
         eventually(lambda name=name, old=old: stack.pids("engine") and _other(stack, name, old), 60, f"{name} is back")
-        eventually(lambda: f"{name} is back" in stack.log(), 60)
+        eventually(lambda name=name: f"{name} is back" in stack.log(), 60)
 
 
 def _other(stack: Stack, name: str, old: int) -> bool:
