@@ -1,0 +1,63 @@
+"""What a request carries through the gateway, and what the gateway itself holds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+if TYPE_CHECKING:
+    from gateway.client import RouterClient
+    from gateway.keys import ApiKey, KeyRing
+    from gateway.limits import RateLimiter
+    from gateway.metrics import Metrics
+    from gateway.settings import GatewaySettings
+
+SCOPE_KEY = "tandem.context"
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One HTTP request: who asks, since when, and what its log line will say."""
+
+    id: str
+    started: float = field(default_factory=time.monotonic)
+    key: ApiKey | None = None
+    model: str = ""
+    engine: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float | None = None
+    finish: str = ""
+    attempts: int = 0
+    client_gone: bool = False
+    failed: bool = False
+    response_headers: dict[str, str] = field(default_factory=dict)
+
+    def first_token(self) -> None:
+        if self.ttft_s is None:
+            self.ttft_s = time.monotonic() - self.started
+
+
+@dataclass(slots=True)
+class Gateway:
+    """All state of one gateway process."""
+
+    settings: GatewaySettings
+    client: RouterClient
+    keys: KeyRing
+    limiter: RateLimiter
+    metrics: Metrics
+    stopping: bool = False
+
+
+def gateway_of(request: Request) -> Gateway:
+    state: Any = request.app.state
+    return state.gateway  # type: ignore[no-any-return]
+
+
+def context_of(request: Request) -> RequestContext:
+    return request.scope[SCOPE_KEY]  # type: ignore[no-any-return]

@@ -1,0 +1,211 @@
+"""One Generate call as the gateway sees it: opened, read, and cancelled on every way out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from gateway.client import RouterClient
+from gateway.errors import ApiError, from_tandem, internal
+from tandem.errors import TandemError
+from tandem.inference.v1 import inference_pb2 as pb
+
+
+class Generation:
+    """A Generate stream. `open` waits for *accepted*; `read` gives the events that follow, None at the end."""
+
+    __slots__ = ("_call", "_client", "_rest", "accepted", "request", "usage")
+
+    def __init__(self, client: RouterClient, request: pb.GenerateRequest) -> None:
+        self._client = client
+        self.request = request
+        self._call: Any = None
+        self._rest: Sequence[pb.GenerateEvent] | None = None
+        self.accepted = pb.Accepted()
+        self.usage = pb.Usage()
+
+    async def open(self) -> pb.Accepted:
+        """Sends the request and waits until an engine has accepted it.
+
+        Raises:
+            ApiError: it was refused, in HTTP's terms.
+        """
+        self._call = self._client.generate(self.request)
+        events = await self._receive()
+        if not events or events[0].WhichOneof("event") != "accepted":
+            self.cancel()
+            raise internal()
+        self.accepted = events[0].accepted
+        self._rest = events[1:] if len(events) > 1 else None
+        return self.accepted
+
+    async def read(self) -> Sequence[pb.GenerateEvent] | None:
+        """The next events; None when the stream has ended well. Raises ApiError."""
+        if self._rest is not None:
+            events, self._rest = self._rest, None
+            return events
+        return await self._receive()
+
+    async def _receive(self) -> Sequence[pb.GenerateEvent] | None:
+        try:
+            message = await self._call.read()
+        except grpc.RpcError as error:
+            raise self._failed(TandemError.from_rpc(error)) from None
+        if message is grpc.aio.EOF:
+            code = await self._call.code()
+            if code is not grpc.StatusCode.OK:
+                raise self._failed(TandemError.from_rpc(_Ended(self._call, code, await self._call.details())))
+            return None
+        return message.events
+
+    def _failed(self, error: TandemError) -> ApiError:
+        if error.reason == "TOKENIZER_MISMATCH":
+            self._client.forget_models()
+        return from_tandem(error)
+
+    def cancel(self) -> None:
+        """Ends the call; harmless when it has ended."""
+        if self._call is not None:
+            self._call.cancel()
+
+
+class _Ended(grpc.RpcError):
+    """A stream that ended with an error status instead of raising, in the shape of an RpcError."""
+
+    def __init__(self, call: Any, code: grpc.StatusCode, details: str) -> None:
+        self._call, self._code, self._details = call, code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return ()
+
+
+@dataclass(slots=True)
+class CollectedChoice:
+    """All that one choice produced."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    scores: list[pb.TokenLogprob] = field(default_factory=list)
+    finished: pb.Finished | None = None
+
+
+@dataclass(slots=True)
+class Collected:
+    """A whole answer."""
+
+    accepted: pb.Accepted
+    choices: list[CollectedChoice]
+    usage: pb.Usage
+    prompt_scores: list[pb.TokenLogprob]
+
+
+async def collect(generation: Generation, first_token: Any = None) -> Collected:
+    """Reads a generation to its end. `first_token()` is called when the first delta arrives."""
+    accepted = await generation.open()
+    n = generation.request.n or 1
+    result = Collected(accepted, [CollectedChoice() for _ in range(n)], pb.Usage(), [])
+    texts: list[list[str]] = [[] for _ in range(n)]
+    while (events := await generation.read()) is not None:
+        for event in events:
+            kind = event.WhichOneof("event")
+            if kind == "delta":
+                delta = event.delta
+                choice = result.choices[delta.choice]
+                texts[delta.choice].append(delta.text)
+                choice.ids.extend(delta.ids)
+                choice.scores.extend(delta.logprobs)
+                if first_token is not None:
+                    first_token()
+                    first_token = None
+            elif kind == "finished":
+                result.choices[event.finished.choice].finished = event.finished
+            elif kind == "usage":
+                result.usage = generation.usage = event.usage
+            elif kind == "prompt":
+                result.prompt_scores = list(event.prompt.tokens)
+    for choice, pieces in zip(result.choices, texts, strict=True):
+        choice.text = "".join(pieces)
+        _drop_stop_score(choice)
+        if choice.finished is None:
+            raise internal()
+    return result
+
+
+def _drop_stop_score(choice: CollectedChoice) -> None:
+    """A stop token whose text is not part of the answer has no place among the answer's logprobs."""
+    done = choice.finished
+    if done is None or not done.HasField("stop_token_id") or not choice.scores or not choice.ids:
+        return
+    if choice.ids[-1] == done.stop_token_id and len(choice.scores) == len(choice.ids):
+        choice.scores.pop()
+
+
+async def gather_all(generations: list[Generation], work: Any) -> list[Any]:
+    """Runs `work(generation)` for all at once; the first failure cancels the rest. Cancels calls on every way out."""
+    if len(generations) == 1:
+        try:
+            return [await work(generations[0])]
+        finally:
+            generations[0].cancel()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work(generation)) for generation in generations]
+        return [task.result() for task in tasks]
+    except* ApiError as failed:
+        raise failed.exceptions[0] from None
+    finally:
+        for generation in generations:
+            generation.cancel()
+
+
+FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_CANCELLED: "abort",
+    pb.FINISH_REASON_ERROR: "error",
+}
+
+
+def finish_reason(finished: pb.Finished) -> str:
+    return FINISH_REASONS.get(finished.reason, "stop")
+
+
+def stop_reason(finished: pb.Finished) -> str | int | None:
+    """vLLM's stop_reason: the stop string or id of the request that matched."""
+    kind = finished.WhichOneof("matched")
+    return getattr(finished, kind) if kind else None
+
+
+def usage_dict(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def fingerprint(accepted: pb.Accepted) -> str:
+    """system_fingerprint: what the answer's bits depend on."""
+    if not accepted.numerics_id:
+        return "best effort"
+    return accepted.numerics_id if accepted.batch_invariant else f"best effort {accepted.numerics_id}"
+
+
+def receipt_dict(receipt: pb.Receipt) -> dict[str, Any]:
+    """The receipt under the contract's names."""
+    result: dict[str, Any] = {}
+    for descriptor in pb.Receipt.DESCRIPTOR.fields:
+        value = getattr(receipt, descriptor.name)
+        result[descriptor.name] = dict(value) if descriptor.name == "accepted_by_proposer" else value
+    return result

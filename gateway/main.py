@@ -1,0 +1,170 @@
+"""Starts a gateway: one process, or several workers on one socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from typing import Any
+
+from gateway.settings import GatewaySettings
+from tandem import logs
+
+log = logging.getLogger("gateway")
+
+_RESTARTS_PER_MINUTE = 5
+
+
+def bind(settings: GatewaySettings) -> socket.socket:
+    """The listening socket. Raises OSError with the address in its text."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((settings.host, settings.port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+    sock.set_inheritable(True)
+    return sock
+
+
+def uvicorn_config(settings: GatewaySettings, app: Any) -> Any:
+    """uvicorn as we run it: uvloop and httptools where they are, our own logging, TLS if asked for."""
+    import ssl
+
+    import uvicorn
+
+    loop = "auto" if sys.platform == "win32" else "uvloop"
+    tls: dict[str, Any] = {}
+    if settings.tls_cert:
+        tls = {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key or None}
+        if settings.tls_client_ca:
+            tls.update(ssl_ca_certs=settings.tls_client_ca, ssl_cert_reqs=ssl.CERT_REQUIRED)
+    return uvicorn.Config(
+        app,
+        loop=loop,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=True,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, int(settings.grace)),
+        **tls,
+    )
+
+
+def serve(settings: GatewaySettings, sock: socket.socket, rates_file: str = "") -> int:
+    """Serves on the socket until SIGTERM or SIGINT. Returns an exit code."""
+    import uvicorn
+
+    from gateway.app import build_app
+    from gateway.keys import KeyFileError
+
+    logs.setup("gateway", settings.log_level)
+    try:
+        app = build_app(settings, rates_file)
+    except (KeyFileError, OSError, ValueError) as error:
+        log.error("%s", error)
+        return 2
+    server = uvicorn.Server(uvicorn_config(settings, app))
+    host, port = sock.getsockname()[:2]
+    log.info("gateway listens", extra={"address": f"{host}:{port}", "router": settings.router})
+    try:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(server.serve(sockets=[sock]))
+    except KeyboardInterrupt:
+        return 130
+    return 0 if server.started else 1
+
+
+def _warn_if_open(settings: GatewaySettings) -> None:
+    if settings.host not in ("127.0.0.1", "::1", "localhost") and not settings.keys_file:
+        log.warning(
+            "anyone who reaches this address may use the models: no keys file is set", extra={"host": settings.host}
+        )
+
+
+def run(settings: GatewaySettings) -> int:
+    """Starts, serves until SIGTERM or SIGINT, returns an exit code."""
+    logs.setup("gateway", settings.log_level)
+    _warn_if_open(settings)
+    try:
+        sock = bind(settings)
+    except OSError as error:
+        log.error("%s", error.strerror)
+        return 1
+    if settings.workers == 1:
+        return serve(settings, sock)
+    return _run_workers(settings, sock)
+
+
+def _run_workers(settings: GatewaySettings, sock: socket.socket) -> int:
+    """Parent of the workers: starts them, replaces one that dies, stops them all."""
+    folder = tempfile.mkdtemp(prefix="tandem-gateway-")
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+    rates = os.path.join(folder, "rates")
+    context = multiprocessing.get_context("spawn")
+    stopping: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
+    signal.signal(signal.SIGINT, lambda number, _: stopping.append(number))
+
+    def start() -> Any:
+        process = context.Process(target=_worker, args=(settings, sock, rates, os.getpid()), daemon=False)
+        process.start()
+        return process
+
+    workers = [start() for _ in range(settings.workers)]
+    deaths: list[float] = []
+    code = 0
+    try:
+        while not stopping:
+            time.sleep(0.2)
+            for index, worker in enumerate(workers):
+                if worker.is_alive():
+                    continue
+                deaths = [at for at in deaths if time.monotonic() - at < 60] + [time.monotonic()]
+                log.error("a worker died", extra={"exit_code": worker.exitcode})
+                if len(deaths) > _RESTARTS_PER_MINUTE or worker.exitcode == 2:
+                    return worker.exitcode or 1
+                workers[index] = start()
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.terminate()
+        for worker in workers:
+            worker.join(settings.grace + 5)
+            if worker.is_alive():
+                worker.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+def _worker(settings: GatewaySettings, sock: socket.socket, rates: str, parent: int) -> None:
+    from tandem.settings import Settings  # noqa: F401  (the spawned process needs the package importable)
+
+    _die_with(parent)
+    raise SystemExit(serve(settings, sock, rates))
+
+
+def _die_with(parent: int) -> None:
+    """Ends this worker when its parent is killed."""
+    import threading
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
