@@ -50,7 +50,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             kv_dtype=settings.kv_dtype,
             numerics=settings.numerics,
             threads=settings.threads,
-            device=settings.device,
+            device=_device(settings.device),
             block_size=settings.block_size,
             kv_cache_bytes=settings.kv_cache_bytes,
             max_model_len=settings.max_model_len,
@@ -69,6 +69,15 @@ def load_engine(settings: EngineSettings) -> Engine:
         speculation = connect(settings)
     names = tuple(name.strip() for name in settings.served_model_name.split(",") if name.strip()) or (model.name,)
     return Engine(settings, runner, tokenizer, speculation, names)
+
+
+def _device(name: str) -> str:
+    """What "auto" means here: the first NVIDIA or AMD GPU that torch can use, else the CPU."""
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Process:
