@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import json
 import logging
 import os
 import signal
@@ -85,8 +86,9 @@ class Child:
         self._tail = b""
 
     def last_lines(self, count: int = 12) -> str:
+        """What the child said last, for people: of a JSON log line, its level and message."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
-        return "\n".join(lines[-count:])
+        return "\n".join(_readable(line) for line in lines[-count:])
 
     async def run(self) -> None:
         """Runs and restarts the child. Raises ChildFailed if it ends before it was ever ready."""
@@ -191,6 +193,16 @@ class Child:
     @property
     def running(self) -> bool:
         return self._process is not None
+
+
+def _readable(line: str) -> str:
+    try:
+        entry = json.loads(line)
+        text = f"{entry['level']}: {entry['message']}"
+    except (ValueError, KeyError, TypeError):
+        return line
+    trace = str(entry.get("exception") or "").strip().splitlines()
+    return f"{text} ({trace[-1]})" if trace and trace[-1].partition(": ")[2] not in text else text
 
 
 def _exit_text(code: int) -> str:

@@ -63,10 +63,10 @@ class Probe:
         except (OSError, TimeoutError):
             return False
 
-    async def until(self, ask: Callable[[], Awaitable[bool]]) -> None:
+    async def until(self, ask: Callable[[], Awaitable[bool]], every_s: float = POLL_S) -> None:
         """Returns once `ask` (self.alive or self.ready) says yes. Polling: what is asked lives in another process."""
         while not await ask():  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(every_s)
 
     async def close(self) -> None:
         if self._channel is not None:

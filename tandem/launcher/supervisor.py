@@ -93,7 +93,7 @@ class Supervisor:
     async def _until_served(self) -> None:
         """The gateway says ready only when a request could be answered."""
         probe = Probe(self.plan.url)
-        await probe.until(probe.ready)
+        await probe.until(probe.ready, every_s=0.2)
 
     async def _stop(self, number: signal.Signals, tasks: list[asyncio.Task[None]]) -> None:
         """Ends the groups in the order of a request's way, so that no live stream is taken for a lost engine."""
