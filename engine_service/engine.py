@@ -87,7 +87,7 @@ class Engine:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             prefill_chunk=settings.prefill_chunk,
-            policy=settings.policy,
+            policy=settings.scheduling_policy,
             priority_age_s=settings.priority_age_s,
         )
         pool = BlockPool(spec.num_blocks, spec.block_size, caching=settings.prefix_caching)

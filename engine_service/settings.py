@@ -40,7 +40,7 @@ class EngineSettings(Settings):
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")
     max_num_batched_tokens: int = Field(1024, ge=1, description="most tokens computed in a step")
     prefill_chunk: int = Field(256, ge=1, description="most prompt tokens of one sequence in a step shared with others")
-    policy: str = Field("fcfs", description="fcfs or priority", pattern="^(fcfs|priority)$")
+    scheduling_policy: str = Field("fcfs", description="fcfs or priority", pattern="^(fcfs|priority)$")
     priority_age_s: float = Field(10.0, gt=0, description="seconds of waiting that outweigh one step of priority")
     max_waiting: int = Field(64, ge=0, description="most requests that wait for a free seat; more are refused at once")
 
