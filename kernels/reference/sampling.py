@@ -61,8 +61,10 @@ def survivors(row: torch.Tensor, min_p: float, top_k: int, top_p: float) -> torc
 def sample_row(
     logits: torch.Tensor, temperature: float, min_p: float, top_k: int, top_p: float, noise: NoiseRow
 ) -> int:
-    """The token sampled from one processed row [V]; −1 if no token is allowed. Ties go to the lowest id."""
+    """The token sampled from one processed row [V]; ties go to the lowest id. −1: none is allowed, −2: NaN or +inf."""
     row = logits.to(torch.float32)
+    if bool((torch.isnan(row) | (row == float("inf"))).any()):
+        return -2
     if not bool((row > float("-inf")).any()):
         return -1
     if temperature == 0.0:

@@ -8,10 +8,10 @@ import torch
 import triton
 
 from kernels.triton import attention_kernels as device
-from kernels.triton.configs import Tile, current_target, tile
+from kernels.triton.configs import Tile, check_fp8, current_target, tile
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-BLOCK_SIZES = (16, 32, 64)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
 # Length of a split in the deterministic mode, in positions: fixed, so that no bit depends on who else is in the batch.
 SPLIT_SIZE = 1024
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -208,6 +208,8 @@ def _check(
         raise ValueError(f"KV dtype {k_cache.dtype} is neither q's {q.dtype} nor fp8 e4m3")
     if fp8 != (k_scale is not None) or fp8 != (v_scale is not None):
         raise ValueError("fp8 KV needs k_scale and v_scale; other KV takes none")
+    if fp8:
+        check_fp8(k_cache.dtype)
     if k_scale is not None and v_scale is not None:
         wanted = k_cache.shape[:3]
         if k_scale.shape != wanted or v_scale.shape != wanted or k_scale.stride() != v_scale.stride():

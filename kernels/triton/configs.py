@@ -7,9 +7,16 @@ and kernels that a target's file leaves out. The default tiles fit the smallest 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+
+import torch
+
+from kernels.triton.targets import TARGETS, target_of_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +64,38 @@ def tile(target: str | None, kernel: str, variant: str) -> Tile:
     raise ConfigError(f"no tile configuration for {key!r}; known: {', '.join(sorted(_table('default')))}")
 
 
-@cache
-def current_target(device_index: int = 0) -> str:
-    """Name of the target of the current device; "interpreter" without one."""
-    from kernels.triton.targets import target_of_device
+# Set while kernels are compiled for a target that is not the machine's.
+_override: ContextVar[str | None] = ContextVar("kernel_target", default=None)
 
-    target = target_of_device(device_index)
+
+@contextmanager
+def for_target(name: str) -> Iterator[None]:
+    """Inside, tiles and limits are those of target `name`."""
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def current_target() -> str:
+    """Name of the target in use: the current device's; "interpreter" without a device that is known."""
+    return _override.get() or _device_target()
+
+
+@cache
+def _device_target() -> str:
+    target = target_of_device()
     return target.name if target is not None else "interpreter"
+
+
+def check_fp8(dtype: torch.dtype) -> None:
+    """Raises ValueError unless the target in use has an e4m3 with the bits of `dtype`; the interpreter takes every form."""
+    name = current_target()
+    target = TARGETS.get(name)
+    if target is None:
+        return
+    if target.fp8 is None:
+        raise ValueError(f"{name} ({target.examples}) has no fp8 arithmetic: use bf16 or fp16, or int8 weights")
+    if dtype != getattr(torch, target.torch_fp8):
+        raise ValueError(f"{dtype} is not the fp8 form of {name}; that is torch.{target.torch_fp8}")

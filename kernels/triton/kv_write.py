@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.configs import check_fp8
 from kernels.triton.interpreter import correct_interpreter
 
 correct_interpreter()
@@ -158,6 +159,8 @@ def rope_write_kv(
         raise ValueError("fp8 KV needs k_scale and v_scale; other KV takes none")
     if any(x.stride(-1) != 1 for x in (q, k, v, k_cache, v_cache)) or k_cache.stride() != v_cache.stride():
         raise ValueError("the last dimension must be contiguous, and both caches laid out alike")
+    if fp8:
+        check_fp8(k_cache.dtype)
     if tokens == 0:
         return
     rope_write_kernel[(tokens, 2)](

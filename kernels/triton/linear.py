@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.configs import Tile, current_target, tile
+from kernels.triton.configs import Tile, check_fp8, current_target, tile
 from kernels.triton.interpreter import correct_interpreter
 
 correct_interpreter()
@@ -254,6 +254,8 @@ def linear_w8a8(
     if x_scale.shape != (x.shape[0],) or w_scale.shape != (weight.shape[0],):
         raise ValueError(f"x_scale {tuple(x_scale.shape)}, w_scale {tuple(w_scale.shape)}")
     kind = "int8" if x.dtype == torch.int8 else "fp8"
+    if kind == "fp8":
+        check_fp8(x.dtype)
     return _linear(x, weight, bias, (x_scale, w_scale), out_dtype, kind, config)
 
 
@@ -261,6 +263,8 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     """x [M, K] → (codes [M, K] of `dtype`, scales fp32 [M]); dtype is int8 or fp8 e4m3. Rows must be contiguous."""
     if dtype != torch.int8 and dtype not in FP8_DTYPES:
         raise ValueError(f"dtype is {dtype}, wanted int8 or fp8 e4m3")
+    if dtype != torch.int8:
+        check_fp8(dtype)
     rows, width = x.shape
     codes = torch.empty(rows, width, dtype=dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)

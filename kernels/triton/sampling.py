@@ -126,10 +126,13 @@ def sample_kernel(
     purpose = tl.load(purposes + index)
     best_value = tl.full([], float("-inf"), dtype=tl.float32)
     best_token = tl.full([], -1, dtype=tl.int32)
+    broken = tl.full([], 0, dtype=tl.int32)
     end = tl.minimum(vocab, (chunk + 1) * CHUNK)
     for start in range(chunk * CHUNK, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < end
+        raw = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
+        broken += tl.sum(((raw != raw) | (raw == float("inf"))).to(tl.int32), 0)
         value = scaled_logits(row, columns, inside, temperature)
         keep = inside & survives(order_key(value), columns, threshold, last_tie)
         value = tl.where(keep, value, float("-inf"))
@@ -142,19 +145,20 @@ def sample_kernel(
                 best_value = block_best
                 best_token = tl.min(tl.where(value == block_best, columns, vocab), 0)
     tl.store(best_values + index * chunks + chunk, best_value)
-    tl.store(best_tokens + index * chunks + chunk, best_token)
+    tl.store(best_tokens + index * chunks + chunk, tl.where(broken > 0, -2, best_token))
 
 
 @triton.jit
 def best_chunk_kernel(sampled, best_values, best_tokens, chunks, PAD: tl.constexpr):
-    """The best token over the chunks of a row, −1 if every token is refused. Grid: (rows,)."""
+    """The best token over a row's chunks, −1 if every token is refused, −2 if a logit is NaN or +inf. Grid: (rows,)."""
     index = tl.program_id(0)
     lanes = tl.arange(0, PAD)
     values = tl.load(best_values + index * chunks + lanes, mask=lanes < chunks, other=float("-inf"))
     tokens = tl.load(best_tokens + index * chunks + lanes, mask=lanes < chunks, other=-1)
     best = tl.max(values, 0)
     winner = tl.min(tl.where((values == best) & (tokens >= 0), tokens, 2147483647), 0)
-    tl.store(sampled + index, tl.where(best > float("-inf"), winner, -1))
+    winner = tl.where(best > float("-inf"), winner, -1)
+    tl.store(sampled + index, tl.where(tl.min(tokens, 0) == -2, -2, winner))
 
 
 @triton.jit
@@ -212,7 +216,7 @@ def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tens
 def draw(
     logits: torch.Tensor, params: RowParams, thresholds: torch.Tensor, last_ties: torch.Tensor
 ) -> torch.Tensor:
-    """Samples each row of processed logits under a known truncation; int32 [R], −1 for rows without an allowed token."""
+    """Samples each row of processed logits under a known truncation; int32 [R], errors as in sample()."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, SAMPLE_CHUNK)
     values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
@@ -244,7 +248,7 @@ def draw(
 def sample(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
     """Temperature, min_p, top-k, top-p, Gumbel noise, argmax over processed logits [R, V] (fp32, rows contiguous).
 
-    Temperature 0 takes the argmax. Returns int32 [R]; −1 for a row without an allowed token.
+    Temperature 0 takes the argmax. Returns int32 [R]; −1 for a row without an allowed token, −2 for one with NaN or +inf.
     """
     thresholds, last_ties = truncate(logits, params.temperatures, params.min_ps, params.top_ks, params.top_ps)
     return draw(logits, params, thresholds, last_ties)
