@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.1
 _CONNECT_TIMEOUT_S = 2.0
+# What an answer is believed to take before one was measured, milliseconds.
+_EXPECTED_MS = 0.5
 # Answers to no question, per stream, before it is broken off.
 _MAX_UNASKED = 100
 
@@ -66,6 +68,7 @@ class DraftClient:
         self._pending_step = 0
         self._asked_at = 0.0
         self._answer: pb.ProposeResponse | None = None
+        self._first_answer = True
         self._step = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draft-client", daemon=True)
@@ -114,7 +117,7 @@ class DraftClient:
     def remaining_ms(self) -> float:
         """How long the pending answer may still take: what answers usually take, or as long again if it is late."""
         elapsed = (time.perf_counter() - self._asked_at) * 1e3
-        usual = self.stats.latency_us / 1e3 if self.stats.answers else 0.5
+        usual = self.stats.latency_us / 1e3 or _EXPECTED_MS
         return usual - elapsed if elapsed < usual else elapsed
 
     def break_off(self, reason: str) -> None:
@@ -167,6 +170,7 @@ class DraftClient:
             self._call = call
             with self._condition:
                 self.generation += 1
+                self._first_answer = True
                 self._questions = questions
                 self.stats.connects += 1
             try:
@@ -200,11 +204,20 @@ class DraftClient:
             elapsed = (time.perf_counter() - self._asked_at) * 1e6
             self.stats.answers += 1
             self.stats.latency_us_sum += elapsed
-            self.stats.latency_us += 0.05 * (elapsed - self.stats.latency_us) if self.stats.answers > 1 else elapsed
+            self._note_latency(elapsed)
             self._pending_step = 0
             self._answer = answer
             self._condition.notify_all()
             return True
+
+    def _note_latency(self, elapsed_us: float) -> None:
+        """The first answer of a connection pays for its set-up and does not count; a fall is believed sooner."""
+        first, self._first_answer = self._first_answer, False
+        known = self.stats.latency_us
+        if first:
+            return
+        rate = 1.0 if not known else 0.3 if elapsed_us < known else 0.1
+        self.stats.latency_us += rate * (elapsed_us - known)
 
     def _lose(self) -> None:
         """Forgets the connection: what was asked is void."""

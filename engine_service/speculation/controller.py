@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +25,8 @@ from tandem.draft.v1 import draft_pb2 as pb
 from tandem.lm.types import Sequence
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Best chance that is believed when asking whether drafts could pay at all.
 _BEST_CHANCE = 0.9
@@ -68,11 +72,12 @@ class DraftSpeculation:
         self._leaving: list[pb.SequenceUpdate | int] = []
         self._prior: dict[str, Acceptance] = {}
         self._asked: list[SequenceState] = []
-        # Whether drafts were sought in the last step: only then is the next question asked ahead.
+        # Whether drafts were sought in the last step.
         self._seeking = False
         self._batch = 0
         # The question, by count, whose answer was last waited for.
         self._waited_for = 0
+        self._waited_ms = 0.0
         self.control = LengthControl()
         self.stats = SpeculationStats(client.stats)
 
@@ -80,6 +85,9 @@ class DraftSpeculation:
 
     def started(self, sequence: Sequence, salt: str) -> None:
         self._sequences[sequence.id] = SequenceState(sequence, salt)
+        if self._worthwhile():
+            # The draft reads the prompt while the engine does.
+            self._guarded(lambda: self._ask([]))
 
     def finished(self, sequence_id: int) -> None:
         state = self._sequences.pop(sequence_id, None)
@@ -90,11 +98,7 @@ class DraftSpeculation:
         self._leaving.append(sequence_id)
 
     def propose(self, candidates: list[SpecCandidate]) -> dict[int, Draft]:
-        try:
-            return self._propose(candidates)
-        except Exception:
-            self._failed("propose")
-            return {}
+        return self._guarded(lambda: self._propose(candidates)) or {}
 
     def observe(self, sequence_id: int, proposer: str, proposed: int, accepted: int, committed_ids: list[int]) -> None:
         if proposed:
@@ -104,27 +108,46 @@ class DraftSpeculation:
             self._align(state)
 
     def step_done(self, batch_rows: int, prefill_tokens: int, step_ms: float) -> None:
+        """`step_ms` may contain the wait for drafts that `propose` made; it is taken off."""
         if not prefill_tokens:
-            self.control.learn(batch_rows, step_ms)
-        if self._seeking:
-            try:
-                self._absorb(0.0)
-                self._ask()
-            except Exception:
-                self._failed("step_done")
+            self.control.learn(batch_rows, step_ms - self._waited_ms)
+        self._waited_ms = 0.0
+        if self._worthwhile():
+            self._guarded(self._ask_ahead)
 
     def close(self) -> None:
         self._client.close()
 
     # How it works.
 
-    def _failed(self, where: str) -> None:
+    def _guarded(self, work: Callable[[], T]) -> T | None:
         """A bug of ours must not reach the step loop: it is counted and shown, and all answers are forgotten."""
-        self.stats.errors += 1
-        if self.stats.errors <= 3:
-            log.exception("speculation failed in %s: going on without drafts", where)
+        try:
+            return work()
+        except Exception:
+            self.stats.errors += 1
+            if self.stats.errors <= 3:
+                log.exception("speculation failed: going on without drafts")
+            for state in self._sequences.values():
+                state.told, state.kept = 0, None
+            return None
+
+    @property
+    def _load(self) -> int:
+        """Sequences that decode, or will when their prompt is computed."""
+        return max(1, self._batch, len(self._sequences))
+
+    def _worthwhile(self) -> bool:
+        """Whether drafts for the coming step are worth a question."""
+        if not self._client.connected or self._load > self._options.max_batch:
+            return False
+        return self._seeking or self.control.can_pay(self._load, _BEST_CHANCE)
+
+    def _ask_ahead(self) -> None:
+        self._absorb(0.0)
         for state in self._sequences.values():
-            state.told, state.kept = 0, None
+            self._align(state)
+        self._ask([state for state in self._sequences.values() if state.kept is None])
 
     def _propose(self, candidates: list[SpecCandidate]) -> dict[int, Draft]:
         self._batch = len(candidates)
@@ -133,8 +156,7 @@ class DraftSpeculation:
             for candidate in candidates
             if candidate.max_drafts > 0 and candidate.sequence.id in self._sequences
         ]
-        # Sequences that prefill will decode soon: they count as load too.
-        load = max(1, self._batch, len(self._sequences))
+        load = self._load
         self._seeking = load <= self._options.max_batch and self.control.seek(load, _BEST_CHANCE)
         if not self._seeking:
             return {}
@@ -142,12 +164,14 @@ class DraftSpeculation:
         for state, _ in wishes:
             self._align(state)
         lacking = [state for state, _ in wishes if state.kept is None]
+        if lacking and not self._asked:
+            # What is in the way is a question for others, such as one that told of a prompt.
+            self._wait(lacking)
         self._ask(lacking)
+        self._wait([state for state in self._asked if state in lacking])
         if not wishes:
             return {}
         self.stats.steps += 1
-        if lacking:
-            self._wait(lacking)
         return self._choose(wishes)
 
     def _choose(self, wishes: list[tuple[SequenceState, int]]) -> dict[int, Draft]:
@@ -185,13 +209,11 @@ class DraftSpeculation:
 
     # Questions and answers.
 
-    def _ask(self, lacking: list[SequenceState] | None = None) -> None:
+    def _ask(self, lacking: list[SequenceState]) -> None:
         """Sends one question for all sequences without drafts that are due, if the one before was answered."""
         if not self._client.idle:
             return
         self._follow_generation()
-        if lacking is None:
-            lacking = [state for state in self._sequences.values() if state.kept is None]
         due = [state for state in lacking if state.due()]
         fresh = [state for state in self._sequences.values() if not state.told and not state.refused]
         if not due and not fresh:
@@ -246,19 +268,19 @@ class DraftSpeculation:
         for state in self._sequences.values():
             state.told = 0
 
-    def _wait(self, lacking: list[SequenceState]) -> None:
-        """Waits for the answer as long as what it should bring is worth more than the wait."""
-        asked = [state for state in self._asked if state in lacking]
-        if not asked or self._client.idle or self._waited_for == self._client.stats.questions:
+    def _wait(self, states: list[SequenceState]) -> None:
+        """Waits for the pending answer as long as what it should bring to `states` is worth more than the wait."""
+        if not states or self._client.idle or self._waited_for == self._client.stats.questions:
             return
-        worth = sum(min(state.policy.gain, 4.0) for state in asked) * self.control.token_ms(self._batch)
+        worth = sum(min(state.policy.gain, 4.0) for state in states) * self.control.token_ms(self._batch)
         if worth <= max(self._client.remaining_ms(), _MESSAGE_MS):
             return
         # Nobody waits twice for one answer.
         self._waited_for = self._client.stats.questions
         began = time.perf_counter()
         self._absorb(min(self._options.timeout_ms, worth) / 1000)
-        self.stats.waited_us += (time.perf_counter() - began) * 1e6
+        self._waited_ms += (time.perf_counter() - began) * 1e3
+        self.stats.waited_us += self._waited_ms * 1e3
 
     def _absorb(self, timeout_s: float) -> None:
         answer = self._client.take(timeout_s)
@@ -350,8 +372,7 @@ def _distributions(proposal: pb.Proposal, vocab: int) -> tuple[tuple[np.ndarray,
 def connect(settings: object, vocab_size: int = 0) -> SpeculationController:
     """The controller that the engine's settings ask for: none without a draft address.
 
-    Reads these settings: draft, draft_timeout_ms, draft_max_batch, draft_max_tokens, draft_verification,
-    draft_stall_s.
+    Reads these settings: draft, draft_timeout_ms, draft_max_batch, max_drafts, verification, draft_stall_s.
 
     Raises:
         ValueError: the address is malformed.
@@ -363,8 +384,8 @@ def connect(settings: object, vocab_size: int = 0) -> SpeculationController:
     options = SpeculationOptions(
         timeout_ms=float(getattr(settings, "draft_timeout_ms", defaults.timeout_ms)),
         max_batch=int(getattr(settings, "draft_max_batch", defaults.max_batch)),
-        max_drafts=min(MAX_DRAFTS, int(getattr(settings, "draft_max_tokens", defaults.max_drafts))),
-        rejection=getattr(settings, "draft_verification", "exact") == "rejection",
+        max_drafts=min(MAX_DRAFTS, int(getattr(settings, "max_drafts", defaults.max_drafts))),
+        rejection=getattr(settings, "verification", "exact") == "rejection",
         vocab_size=vocab_size,
         stall_s=float(getattr(settings, "draft_stall_s", defaults.stall_s)),
     )

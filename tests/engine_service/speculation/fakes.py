@@ -48,12 +48,15 @@ class FakeLoop:
         target: Target,
         cost: Callable[[int], float] = lambda rows: 5.0 + 0.2 * rows,
         pause_s: float = 0.0,
+        ready: Callable[[], bool] | None = None,
     ) -> None:
-        """cost: milliseconds reported for a step by sampled rows. pause_s: real time that a step takes."""
+        """cost: milliseconds reported for a step by sampled rows. pause_s: real time that a step takes.
+        ready: waited for before each step, so that a busy machine changes nothing."""
         self.controller = controller
         self.target = target
         self.cost = cost
         self.pause_s = pause_s
+        self.ready = ready
         self.running: list[Sequence] = []
         self.goal: dict[int, int] = {}
         self.steps = 0
@@ -74,6 +77,8 @@ class FakeLoop:
         return sequence
 
     def step(self) -> None:
+        if self.ready is not None:
+            wait_until(self.ready)
         candidates = [
             SpecCandidate(sequence, min(32, self.goal[sequence.id] - sequence.output_len - 1), False)
             for sequence in self.running

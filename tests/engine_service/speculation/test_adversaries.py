@@ -54,7 +54,12 @@ class Bench:
         wait_until(lambda: self.client.connected)
 
     def loop(self, target: Callable[[list[int]], int] = mixing, **fields: object) -> FakeLoop:
+        fields = fields if fields.get("pause_s") else {"ready": self.answered, **fields}
         return FakeLoop(self.controller, target, **fields)  # type: ignore[arg-type]
+
+    def answered(self) -> bool:
+        """No question is under way."""
+        return not self.client._pending_step
 
     def close(self) -> None:
         self.controller.close()
@@ -312,8 +317,12 @@ def test_no_message_at_full_load_and_none_when_idle(bench: Callable[..., Bench])
     under_test = bench(answer_with(always_right(looping)), max_batch=8)
     loop = under_test.loop(looping)
     sequences = [loop.add([i, i + 1, i + 2], 60) for i in range(12)]
+    # The first to come were told of before there was any load.
+    wait_until(under_test.answered)
+    early = under_test.draft.questions
     loop.run(limit=40)
-    assert under_test.draft.questions == 0
+    assert under_test.draft.questions == early <= 8
+    assert under_test.controller.stats.proposed == 0
     assert under_test.controller.stats.waited_us == 0
     loop.run()
     for index, sequence in enumerate(sequences):
