@@ -21,7 +21,7 @@ from engine_service.requests import Choice, Request, Status
 from engine_service.scheduler import Entry, Scheduler, StepPlan
 from engine_service.speculation import MAX_DRAFTS, Draft, SpecCandidate, SpeculationController
 from engine_service.stats import LoopStats
-from engine_service.text import Finish, StopTracker
+from engine_service.text import Finish, Settled, StopTracker
 from tandem.errors import TandemError
 from tandem.lm.block_pool import KvChange
 from tandem.lm.types import Runner, Slice, SliceOutput, TokenScore
@@ -213,6 +213,8 @@ class StepLoop:
         decoding = self.scheduler.decoding()
         if not decoding:
             return {}
+        for choice in decoding:
+            self._announce(choice)
         candidates = [
             SpecCandidate(
                 choice.sequence,
@@ -273,9 +275,13 @@ class StepLoop:
             request.first_step = now
             self.stats.left_queue(request)
             self.stats.cached_tokens += request.cached_tokens
+        self._announce(choice)
+
+    def _announce(self, choice: Choice) -> None:
+        """Tells speculation of a sequence before anything else is said of it."""
         if choice.sequence.id not in self._started:
             self._started.add(choice.sequence.id)
-            self._speculation.started(choice.sequence, request.salt.decode("utf-8", "replace"))
+            self._speculation.started(choice.sequence, choice.request.salt.decode("utf-8", "replace"))
 
     def _slices(self, plan: StepPlan, drafts: dict[int, Draft]) -> list[Slice | None]:
         """The runner's orders. None where a grammar failed: that request has ended."""
@@ -317,7 +323,7 @@ class StepLoop:
         if out.prompt_scores is not None and choice.wants_scores:
             self._add_scores(job, entry, out.prompt_scores)
         index = choice.sequence.choice
-        settled = job.trackers[index].settle(out.token_ids)
+        settled = job.trackers[index].settle(out.token_ids) if entry.samples else Settled([], None, None)
         finish, text = settled.finish, settled.text
         matcher = job.matchers.get(index)
         if matcher is not None and settled.ids:

@@ -1,4 +1,4 @@
-"""Decides what each step computes. Pure: state and events in, a StepPlan out; no tensors, no clock, no input or output.
+"""Decides what each step computes. Pure: state and events in, a StepPlan out; no tensors, no clock, no I/O.
 
 There are no phases: every running choice owes `remaining` tokens of KV. A step spends one token budget: choices that owe
 one token (they decode) come first and may add drafts; what is left goes to prefill chunks, then to admissions from the
@@ -413,7 +413,7 @@ class Scheduler:
 
 def check_fits(prompt_len: int, max_output: int, pool: BlockPool) -> None:
     """Raises NEVER_FITS if one choice's whole KV exceeds the pool (the newest token has no KV)."""
-    need = -(-(prompt_len + max_output - 1) // pool.block_size)
+    need = -(-(prompt_len + max(1, max_output) - 1) // pool.block_size)
     if need > pool.num_blocks:
         raise TandemError(
             "NEVER_FITS",

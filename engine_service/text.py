@@ -1,4 +1,4 @@
-"""From ids to text: whole characters only, and stop strings, matched across token boundaries and held back meanwhile."""
+"""From ids to text: whole characters only, and stop strings, matched across tokens and held back meanwhile."""
 
 from __future__ import annotations
 
