@@ -35,12 +35,17 @@ class Fleet:
         self._token = token
         self._discovery = Discovery(settings.engines, settings.resolve_interval_s, resolver)
         self._listeners: list[Callable[[], None]] = []
+        self._tickers: list[Callable[[], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """`listener` is called after every load report and change of state."""
         self._listeners.append(listener)
+
+    def on_tick(self, listener: Callable[[], None]) -> None:
+        """`listener` is called about ten times a second."""
+        self._tickers.append(listener)
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._discovery.run(self._set)), asyncio.create_task(self._tick())]
@@ -84,6 +89,8 @@ class Fleet:
             late = max(0.0, now - last - 5 * TICK_S)
             last = now
             self.index.sweep()
+            for ticker in self._tickers:
+                ticker()
             for engine in list(self.engines.values()):
                 engine.check_hung(now, late, self.live.stall_limit_s)
                 if engine.delisted and not engine.load.in_flight:

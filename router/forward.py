@@ -417,6 +417,7 @@ class Generation:
         policy = self._shared.admission.policy
         policy.answered(self._query, grant.candidate, cached_tokens, now - sent_at)
         if self._ttft_s is None:
+            self._outbox.no_pause()
             self._ttft_s = now - self._job.arrival
             self._shared.metrics.ttft.observe(self._ttft_s)
         if self._decision is not None:

@@ -1,25 +1,61 @@
-"""Between an engine's stream and a client's: the first bytes go at once, a backlog is joined into few messages."""
+"""Between an engine's stream and a client's: the first bytes go at once, a backlog is joined into few messages.
+
+Writing a gRPC message costs more than everything else that the router does for a token. So when the process gets busy,
+each stream waits a little between its writes, and what came meanwhile leaves as one message.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 # Under the 4 MiB that gRPC clients accept by default.
 MAX_WRITE_BYTES = 1024 * 1024
 
 
+class Pace:
+    """How long a stream waits between two writes: nothing while the process is idle, `max_s` when it is nearly full.
+
+    `tick` is called regularly; it compares the process's CPU time with the wall clock.
+    """
+
+    IDLE = 0.25
+    FULL = 0.75
+
+    def __init__(self, max_s: float) -> None:
+        self._max_s = max_s
+        self._wall = time.monotonic()
+        self._cpu = time.process_time()
+        self._busy = 0.0
+        self.seconds = 0.0
+
+    def tick(self) -> None:
+        wall, cpu = time.monotonic(), time.process_time()
+        if wall - self._wall < 0.01:
+            return
+        busy = (cpu - self._cpu) / (wall - self._wall)
+        self._wall, self._cpu = wall, cpu
+        self._busy += 0.5 * (busy - self._busy)
+        share = (self._busy - self.IDLE) / (self.FULL - self.IDLE)
+        self.seconds = self._max_s * min(1.0, max(0.0, share))
+
+
 class Outbox:
     """A bounded buffer with one writer. Serialized GenerateResponses may be joined: they are one response then."""
 
-    def __init__(self, write: Callable[[bytes], Awaitable[None]], limit: int) -> None:
+    def __init__(self, write: Callable[[bytes], Awaitable[None]], limit: int, pace: Pace | None = None) -> None:
         self._write = write
         self._limit = limit
+        self._pace = pace
         self._chunks: list[bytes] = []
         self._size = 0
         self._closed = False
+        self._wake_planned = False
+        self._next_at = 0.0
         self._filled = asyncio.Event()
         self._drained = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self.messages_in = 0
         self.messages_out = 0
 
@@ -28,8 +64,18 @@ class Outbox:
         self._chunks.append(data)
         self._size += len(data)
         self.messages_in += 1
-        self._filled.set()
+        if not self._wake_planned:
+            self._wake_planned = True
+            delay = self._next_at - self._loop.time() if self._next_at else 0.0
+            if delay > 0:
+                self._loop.call_later(delay, self._filled.set)
+            else:
+                self._filled.set()
         return self._size > self._limit
+
+    def no_pause(self) -> None:
+        """What is put next goes out at once (a first token does)."""
+        self._next_at = 0.0
 
     async def room(self) -> None:
         """Waits until the buffer is under its limit."""
@@ -51,7 +97,12 @@ class Outbox:
                 self._drained.set()
             if self._closed:
                 return
+            self._wake_planned = False
             self._filled.clear()
+            if self._pace is not None and self._pace.seconds:
+                self._next_at = self._loop.time() + self._pace.seconds
+            else:
+                self._next_at = 0.0
             await self._filled.wait()
 
     def _take(self) -> bytes:

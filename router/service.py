@@ -17,7 +17,7 @@ from router.engine import cancel_quietly
 from router.fleet import Fleet
 from router.forward import CrashList, Generation, KeptBytes, RetryBudget, Shared
 from router.metrics import RouterMetrics
-from router.outbox import Outbox
+from router.outbox import Outbox, Pace
 from router.policies import Query
 from router.recorder import Recorder
 from router.settings import RouterSettings
@@ -60,8 +60,10 @@ class InferenceServicer:
             recorder=self.recorder,
             metrics=metrics,
         )
+        self.pace = Pace(settings.coalesce_ms / 1000)
         self.draining = False
         self.live: set[asyncio.Task[Any]] = set()
+        fleet.on_tick(self.pace.tick)
         metrics.watch(fleet, self.admission)
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -120,7 +122,7 @@ class InferenceServicer:
         model = self.fleet.resolve(request.model)
         self._check_possible(request, query, model)
         job = self._job(request, query, model, arrival, context)
-        outbox = Outbox(context.write, self.settings.stream_buffer_bytes)
+        outbox = Outbox(context.write, self.settings.stream_buffer_bytes, self.pace)
         writer = asyncio.create_task(outbox.run())
         generation = Generation(self.shared, raw, request, query, job, outbox)
         try:

@@ -60,6 +60,9 @@ class RouterSettings(Settings):
     stream_buffer_bytes: int = Field(
         1024 * 1024, ge=1024, description="bytes buffered for a slow reader before the engine is held back"
     )
+    coalesce_ms: float = Field(
+        20.0, ge=0, le=1000, description="longest wait between two writes of a stream when the router is busy; 0: none"
+    )
 
     eject_failures: int = Field(3, ge=1, le=1000, description="failures in a row that make an engine suspect")
     eject_s: float = Field(1.0, gt=0, le=3600, description="first rest of a suspect engine, doubled up to 30 s")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+
+# gRPC reads this when it first starts. Its newer event engine hands every event to a pool of threads; with Python's
+# aio API that costs a quarter more CPU per streamed message than the classic poller (measured with grpcio 1.85).
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -296,7 +297,8 @@ async def test_real_processes_killed_and_stopped(tmp_path: Path, number: signal.
             assert result.ids[0] == expected(PROMPT, 30, result.accepted[0].seed)[0]
     finally:
         for process in processes.values():
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
 
 
