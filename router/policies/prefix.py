@@ -86,7 +86,9 @@ class PrefixExact(Policy):
     # routers that see the same reports do not all pick the same engine.
     TIE_SHARE = 0.05
     TIE_S = 0.002
-    # How much a second of delay for every stream that runs on the engine weighs against one of this request.
+    # What a second of prefill is charged for the work it takes from others: those who will come to the same engine
+    # while it lasts, and every stream that runs there and waits for its next token.
+    WORK = 0.3
     INTERFERENCE = 0.02
 
     def __init__(self, index: PrefixIndex, rng: random.Random, prediction_ttl_s: float) -> None:
@@ -129,7 +131,8 @@ class PrefixExact(Policy):
         need = math.ceil((query.prompt_tokens + query.max_tokens) / size) - matched
         lack = max(0, engine.kv_blocks() + need - report.kv_blocks_total) if report.kv_blocks_total else 0
         kv = self._service_s * lack / max(1, report.kv_blocks_total)
-        interference = self.INTERFERENCE * prefill * min(sequences, report.max_num_seqs or sequences)
+        running = min(sequences, report.max_num_seqs or sequences)
+        interference = prefill * (self.WORK + self.INTERFERENCE * running)
         step = report.decode_step_s
         predicted = queue + prefill + batch + kv + step
         parts = {
