@@ -39,6 +39,28 @@ class ChatJob:
     created: int
 
 
+async def render_ids(body: ChatBody, loaded: LoadedTokenizer) -> tuple[str, list[int]]:
+    """Prompt text and token ids of a chat; long ones are made off the event loop."""
+    tools = body.tools if body.tool_choice != "none" else None
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    prompt = await off_loop_if(
+        body.chat_template is not None or len(body.messages) > OFF_LOOP_MESSAGES,
+        lambda: render_prompt(
+            loaded.templates,
+            body.messages,
+            tools=tools,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final=bool(body.continue_final_message),
+            variables=variables,
+            documents=body.documents,
+            request_template=body.chat_template,
+        ),
+    )
+    return prompt, await encode(loaded, prompt)
+
+
 async def prepare_chat(request: Request, gateway: Gateway, context: RequestContext, body: ChatBody) -> ChatJob:
     """Validates what only the model can tell, and builds the request.
 
@@ -53,25 +75,8 @@ async def prepare_chat(request: Request, gateway: Gateway, context: RequestConte
     plan = plan_output(
         body, structured_output(body), loaded.templates.source, settings.tool_parser, settings.reasoning_parser
     )
-    use_tools = body.tools if body.tool_choice != "none" else None
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    prompt = await off_loop_if(
-        body.chat_template is not None or len(body.messages) > OFF_LOOP_MESSAGES,
-        lambda: render_prompt(
-            loaded.templates,
-            body.messages,
-            tools=use_tools,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final=bool(body.continue_final_message),
-            variables=variables,
-            documents=body.documents,
-            request_template=body.chat_template,
-        ),
-    )
+    prompt, ids = await render_ids(body, loaded)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    ids = await encode(loaded, prompt)
     ids = truncated(ids, body.truncate_prompt_tokens, info.max_model_len, wanted)
     max_tokens = fit_context(len(ids), wanted, info.max_model_len, "messages")
     admit(gateway, context, info, len(ids))

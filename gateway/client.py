@@ -136,9 +136,9 @@ class RouterClient:
         timeout = request.timeout_ms / 1000 + 5.0 if request.timeout_ms else None
         return self._stub.Generate(request, timeout=timeout, metadata=self.metadata)
 
-    async def embed(self, request: pb.EmbedRequest, timeout: float | None) -> pb.EmbedResponse:
+    async def embed(self, request: pb.EmbedRequest, limit_s: float | None) -> pb.EmbedResponse:
         try:
-            return await self._stub.Embed(request, timeout=timeout, metadata=self.metadata)
+            return await self._stub.Embed(request, timeout=limit_s, metadata=self.metadata)
         except grpc.RpcError as error:
             raise from_rpc(error) from None
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -13,6 +13,8 @@ from gateway.client import RouterClient
 from gateway.errors import ApiError, from_tandem, internal
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
+
+T = TypeVar("T")
 
 
 class Generation:
@@ -150,7 +152,7 @@ def _drop_stop_score(choice: CollectedChoice) -> None:
         choice.scores.pop()
 
 
-async def gather_all(generations: list[Generation], work: Any) -> list[Any]:
+async def gather_all(generations: list[Generation], work: Callable[[Generation], Coroutine[Any, Any, T]]) -> list[T]:
     """Runs `work(generation)` for all at once; the first failure cancels the rest. Cancels calls on every way out."""
     if len(generations) == 1:
         try:

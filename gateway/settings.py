@@ -19,7 +19,7 @@ class GatewaySettings(Settings):
     host: str = Field("127.0.0.1", description="address to listen on; a wider one without keys warns")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     workers: int = Field(1, ge=1, le=64, description="worker processes that share the port and the rate limits")
-    router: str = Field("127.0.0.1:7000", description="router (or engine) to ask: host:port or unix:/path")
+    router: str = Field("127.0.0.1:8100", description="router (or engine) to ask: host:port or unix:/path")
     grace: float = Field(30.0, ge=0, le=3600, description="seconds that running requests get after SIGTERM")
 
     keys_file: str = Field("", description="file with hashed API keys (JSON); empty: no keys are asked for")

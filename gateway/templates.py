@@ -1,4 +1,4 @@
-"""Chat templates: the checkpoint's Jinja, sandboxed, with the helpers that templates written for transformers expect."""
+"""Chat templates: the checkpoint's Jinja, sandboxed, with the helpers that templates for transformers expect."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -154,11 +154,11 @@ def account(gateway: Gateway, context: RequestContext, usages: list[pb.Usage], r
         metrics.ttft.labels(model).observe(context.ttft_s)
 
 
-async def run_plain(request: Request, gateway: Gateway, work: Callable[[], object]) -> object:
+async def run_plain(request: Request, gateway: Gateway, work: Callable[[], Awaitable[T]]) -> T:
     """Runs a plain answer's work; the client's leaving cancels it."""
     gateway.metrics.running.inc()
     try:
-        return await until_gone(request, work())  # type: ignore[arg-type]
+        return await until_gone(request, work())
     finally:
         gateway.metrics.running.dec()
 

@@ -1,5 +1,14 @@
 """One module per family of endpoints."""
 
-from gateway.routes import chat, completions, models, ops, tokenize
+from gateway.routes import chat, completions, embeddings, messages, models, ops, responses, tokenize
 
-ROUTERS = (ops.router, models.router, chat.router, completions.router, tokenize.router)
+ROUTERS = (
+    ops.router,
+    models.router,
+    chat.router,
+    completions.router,
+    responses.router,
+    messages.router,
+    embeddings.router,
+    tokenize.router,
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
@@ -15,6 +14,7 @@ from gateway.body import parse_body
 from gateway.chat_job import ChatJob, prepare_chat, split_answer
 from gateway.chat_stream import ChatStream
 from gateway.context import Gateway, RequestContext, context_of, gateway_of
+from gateway.conversation import content_text
 from gateway.docs import describe
 from gateway.generation import (
     Collected,
@@ -56,7 +56,7 @@ async def chat_completions(request: Request) -> Response:
 def chat_answer(job: ChatJob, collected: Collected, gateway: Gateway, context: RequestContext) -> dict[str, Any]:
     """The chat.completion object; books the usage."""
     body, usage = job.body, collected.usage
-    choices = []
+    choices: list[dict[str, Any]] = []
     for index, choice in enumerate(collected.choices):
         answer = split_answer(job, choice)
         assert choice.finished is not None
@@ -71,7 +71,7 @@ def chat_answer(job: ChatJob, collected: Collected, gateway: Gateway, context: R
         scores = None
         if body.logprobs:
             scores = {"content": chat_entries(job.loaded.tokenizer, choice.scores, body.top_logprobs or 0)}
-        entry = {
+        entry: dict[str, Any] = {
             "index": index,
             "message": message,
             "logprobs": scores,
@@ -102,9 +102,4 @@ def chat_answer(job: ChatJob, collected: Collected, gateway: Gateway, context: R
 
 
 def _echoed(body: ChatBody) -> str:
-    from gateway.conversation import content_text
-
     return content_text(body.messages[-1].content, "messages")
-
-
-Chunks = AsyncIterator[bytes]

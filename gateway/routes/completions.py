@@ -157,7 +157,7 @@ def _answer(
 ) -> dict[str, Any]:
     """The text_completion object; books the usage."""
     body = job.body
-    choices = []
+    choices: list[dict[str, Any]] = []
     for prompt, result in zip(job.prompts, collected, strict=True):
         for choice in best_choices(result.choices, body.n or 1):
             choices.append(_choice(job, prompt, result, choice, len(choices)))

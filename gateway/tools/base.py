@@ -204,10 +204,8 @@ class CallEmitter:
         name = self._name()
         if name is not None and name not in self._context.names:
             return True
-        if self.scanner.end < 0:
-            return False
         # Complete, and still not a call.
-        return True
+        return self.scanner.end >= 0
 
     def _name(self) -> str | None:
         found = self.scanner.value("name")

@@ -60,10 +60,7 @@ class RunningGateway:
         self.sock = bind(self.settings)
         self.app = build_app(self.settings)
         self.server = uvicorn.Server(uvicorn_config(self.settings, self.app))
-        factory = self.server.config.get_loop_factory()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self.server.serve(sockets=[self.sock]), loop_factory=factory), daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         until = time.monotonic() + 20
         while not self.server.started:
@@ -72,6 +69,10 @@ class RunningGateway:
             time.sleep(0.01)
         scheme = "https" if self.settings.tls_cert else "http"
         self.url = f"{scheme}://127.0.0.1:{self.sock.getsockname()[1]}"
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=self.server.config.get_loop_factory()) as runner:
+            runner.run(self.server.serve(sockets=[self.sock]))
 
     def stop(self) -> None:
         self.server.should_exit = True

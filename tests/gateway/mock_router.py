@@ -1,7 +1,7 @@
 """A real gRPC InferenceService with a toy model: it goes on with the prompt's own tokens, in turn.
 
-Sampling options, stop conditions, logprobs, grammars (llguidance) and n are honoured, so that the gateway's promises can
-be checked without weights. A request id that begins with "fault:" makes it misbehave; see `_fault`.
+Sampling options, stop conditions, logprobs, grammars (llguidance) and n are honoured, so that the gateway's promises
+can be checked without weights. A request id that begins with "fault:" makes it misbehave; see `_fault`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def grammar_of(structured: pb.StructuredOutput) -> str | None:
     if kind == "json_object":
         return llguidance.LLMatcher.grammar_from_json_schema({"type": "object"})
     if kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(structured.json_schema)
+        return llguidance.LLMatcher.grammar_from_json_schema(structured.json_schema, defaults={"whitespace_flexible": False})
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(structured.regex)
     if kind == "choice":
@@ -74,6 +74,7 @@ class ToyChoice:
     def __init__(self, request: pb.GenerateRequest, index: int, seed: int) -> None:
         self.request, self.index, self.seed = request, index, seed
         self.prompt = list(request.token_ids.ids)
+        self.echoed = [token for token in self.prompt if token not in tokenizer().special_token_ids] or [30]
         self.ids: list[int] = []
         self.detokenizer = IncrementalDetokenizer(tokenizer(), not request.output.keep_special_tokens)
         self.text = ""
@@ -94,8 +95,8 @@ class ToyChoice:
         last = (self.prompt + self.ids)[-1]
         rng = np.random.default_rng(last * 7919 + position)
         logits = rng.standard_normal(VOCAB).astype(np.float64) * 2
-        logits[list(bundle().stop_token_ids)] -= 20
-        logits[self.prompt[position % len(self.prompt)]] += 14
+        logits[list(bundle().stop_token_ids)] -= 12
+        logits[self.echoed[position % len(self.echoed)]] += 14
         return logits
 
     def step(self) -> tuple[int, pb.TokenLogprob]:
@@ -213,10 +214,10 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
             max_logprobs=20,
         )
 
-    async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:  # noqa: N802
+    async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[self.info()] if self.served else [])
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:  # noqa: N802
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         if request.model in ("", MODEL, "alias/model"):
             if self.served:
                 return pb.GetModelInfoResponse(model=self.info())
@@ -225,10 +226,10 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
             context, TandemError("MODEL_NOT_FOUND", f"unknown model {request.model}", model=request.model, served=MODEL)
         )
 
-    async def GetTokenizer(self, request: Any, context: Any) -> pb.GetTokenizerResponse:  # noqa: N802
+    async def GetTokenizer(self, request: Any, context: Any) -> pb.GetTokenizerResponse:
         return bundle().to_proto()
 
-    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:  # noqa: N802
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
         self.embeds.append(request)
         result = pb.EmbedResponse(prompt_tokens=sum(len(item.ids) for item in request.inputs))
         for item in request.inputs:
@@ -237,7 +238,7 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
             result.embeddings.append(pb.Embedding(values=values / np.linalg.norm(values)))
         return result
 
-    async def Generate(  # noqa: N802
+    async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
