@@ -83,7 +83,7 @@ def _engine_flags(
     for name, value in (("served_model_name", model.name), ("threads", threads)):
         if origins.get(name) == "default":
             added[name] = value
-    return added, int(added.get("threads") or getattr(loaded, "threads", threads))
+    return added, threads if "threads" in added else int(getattr(loaded, "threads", threads))
 
 
 def make_plan(
@@ -122,7 +122,9 @@ def make_plan(
     gateway_flags = {"host": settings.host, "port": settings.port, "router": router}
     shown = f"[{settings.host}]" if ":" in settings.host else settings.host
     local = "127.0.0.1" if settings.host == "0.0.0.0" else "[::1]" if settings.host == "::" else shown
-    url = f"http://{local}:{settings.port}"
+    gateway = load_settings(SERVICES["gateway"].settings(), flags=passed["gateway"], env=env, config=config)[0]
+    scheme = "https" if getattr(gateway, "tls_cert", "") else "http"
+    url = f"{scheme}://{local}:{settings.port}"
     children = (
         child("gateway", "gateway", {**passed["gateway"], **gateway_flags}, url),
         child("router", "router", {**passed["router"], **router_flags}, router),

@@ -17,6 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/e2e" in str(item.path):
             item.add_marker("e2e")
+            # A generous limit: these start several processes, maybe on a busy machine.
+            item.add_marker(pytest.mark.timeout(600))
 
 
 def _port() -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
-READY_S = 90.0
+READY_S = 300.0
 
 
 class Stack:
