@@ -65,7 +65,10 @@ def isa_levels() -> list[str]:
 
 
 def select_isa(level: str) -> None:
-    """Switches the process to an instruction set. Decoders made before keep theirs. Raises ValueError if it can't run here."""
+    """Switches the process to an instruction set; decoders made before keep theirs.
+
+    Raises ValueError if it can't run here.
+    """
     if library().td_select_isa(level.encode()) != 0:
         raise ValueError(f"instruction set {level!r} can't run here; it runs {', '.join(isa_levels())}")
 

@@ -22,10 +22,10 @@ class Act(Structure):
     _fields_ = [("f", c_void_p), ("q", c_void_p), ("b", c_void_p), ("h", c_void_p), ("k", c_int64)]
 
 
-LAYER_POINTERS = (
-    "attn_norm mlp_norm post_attn_norm post_mlp_norm q_norm k_norm q_bias k_bias v_bias o_bias gate_bias up_bias "
-    "down_bias cos sin k_cache v_cache k_scale v_scale"
-).split()
+_NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "q_norm", "k_norm")
+_BIASES = ("q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias")
+CACHE_POINTERS = ("k_cache", "v_cache", "k_scale", "v_scale")
+LAYER_POINTERS = (*_NORMS, *_BIASES, "cos", "sin", *CACHE_POINTERS)
 LAYER_WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -39,11 +39,10 @@ class Layer(Structure):
     ]
 
 
-MODEL_INTS = (
-    "n_layers hidden heads kv_heads head_dim rotary_dim intermediate vocab kv_type block_size activation max_rows "
-    "max_out max_positions"
-).split()
-MODEL_FLOATS = "eps attn_scale attn_softcap logit_softcap embed_scale logit_scale residual_scale reserved".split()
+_SHAPE = ("n_layers", "hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "intermediate", "vocab")
+MODEL_INTS = (*_SHAPE, "kv_type", "block_size", "activation", "max_rows", "max_out", "max_positions")
+_SCALES = ("embed_scale", "logit_scale", "residual_scale")
+MODEL_FLOATS = ("eps", "attn_scale", "attn_softcap", "logit_softcap", *_SCALES, "reserved")
 
 
 class Model(Structure):
@@ -133,12 +132,13 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "td_pack": ([_I, _I, _V, _L, _L, _L, _L, _V, _V], _I),
     "td_decoder_new": ([POINTER(Model)], _V),
     "td_decoder_free": ([_V], None),
+    "td_decoder_logits": ([_V, _V, _L, _V], _I),
     "td_decoder_forward": ([_V, POINTER(Step)], _I),
 }
 
 
 def load(path: Path) -> Any:
-    """The library with typed functions. Calls release the GIL. Raises OSError if it can't be loaded or is of another ABI."""
+    """The library with typed functions; calls release the GIL. Raises OSError if it can't be loaded."""
     library = ctypes.CDLL(str(path))
     for name, (arguments, result) in _FUNCTIONS.items():
         function = getattr(library, name)

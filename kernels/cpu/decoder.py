@@ -78,6 +78,20 @@ class DecoderModel:
     residual_scale: float = 1.0
 
 
+@dataclass(frozen=True, eq=False)
+class KvView:
+    """Where the paged KV of each layer lies: addresses, kept alive by `owner`."""
+
+    num_blocks: int
+    block_size: int
+    kv_dtype: str
+    keys: list[int]
+    values: list[int]
+    key_scales: list[int]
+    value_scales: list[int]
+    owner: object
+
+
 class KvCache:
     """Paged KV of all layers, untouched pages cost no memory.
 
@@ -103,6 +117,12 @@ class KvCache:
         self.key_scales = [np.zeros((num_blocks, unit), np.float32) for _ in range(scaled)]
         self.value_scales = [np.zeros((num_blocks, unit), np.float32) for _ in range(scaled)]
 
+    def view(self) -> KvView:
+        """The addresses that a Decoder binds."""
+        groups = (self.keys, self.values, self.key_scales, self.value_scales)
+        keys, values, key_scales, value_scales = ([int(array.ctypes.data) for array in group] for group in groups)
+        return KvView(self.num_blocks, self.block_size, self.kv_dtype, keys, values, key_scales, value_scales, self)
+
     @staticmethod
     def block_bytes(layers: int, kv_heads: int, head_dim: int, block_size: int, kv_dtype: str) -> int:
         """Bytes of KV in one block over all layers."""
@@ -120,7 +140,9 @@ class KvCache:
 class Decoder:
     """Runs steps of a model. Holds what it points to. One thread calls it; a call releases the GIL."""
 
-    def __init__(self, model: DecoderModel, cache: KvCache, max_rows: int, max_out: int, max_positions: int) -> None:
+    def __init__(
+        self, model: DecoderModel, cache: KvCache | KvView, max_rows: int, max_out: int, max_positions: int
+    ) -> None:
         """max_rows: rows per step; max_out: rows per step that may want logits; max_positions: longest sequence.
 
         Raises ValueError for a shape that the kernels can't do, MemoryError without memory for the buffers.
@@ -128,7 +150,7 @@ class Decoder:
         _check(model, max_positions)
         if max_rows < 1 or max_out < 1:
             raise ValueError(f"max_rows and max_out must be at least 1, got {max_rows} and {max_out}")
-        self.model, self.cache = model, cache
+        self.model, self.cache = model, cache.view() if isinstance(cache, KvCache) else cache
         self.max_rows, self.max_out, self.max_positions = max_rows, max_out, max_positions
         self._library = library()
         self._keep: list[np.ndarray] = []
@@ -152,13 +174,11 @@ class Decoder:
     def _bind_layer(self, view: abi.Layer, layer: LayerWeights, index: int) -> None:
         cache = self.cache
         for name in abi.LAYER_POINTERS:
-            if name not in ("k_cache", "v_cache", "k_scale", "v_scale"):
+            if name not in abi.CACHE_POINTERS:
                 setattr(view, name, self._pointer(getattr(layer, name)))
-        view.k_cache = cache.keys[index].ctypes.data
-        view.v_cache = cache.values[index].ctypes.data
+        view.k_cache, view.v_cache = cache.keys[index], cache.values[index]
         if cache.key_scales:
-            view.k_scale = cache.key_scales[index].ctypes.data
-            view.v_scale = cache.value_scales[index].ctypes.data
+            view.k_scale, view.v_scale = cache.key_scales[index], cache.value_scales[index]
         for name in abi.LAYER_WEIGHTS:
             setattr(view, name, getattr(layer, name).struct())
         view.window = layer.window
@@ -221,6 +241,16 @@ class Decoder:
                 f"{_ERRORS.get(code, code)}: {len(tokens)} rows (at most {self.max_rows}), {len(out_rows)} output rows "
                 f"(at most {self.max_out}), positions below {self.max_positions}"
             )
+
+    def logits(self, hidden: np.ndarray, out: np.ndarray) -> None:
+        """Logits fp32 [R, vocab] into `out`, of hidden states fp32 [R, hidden] after the final norm.
+
+        Raises ValueError on shapes that do not fit.
+        """
+        self._check_out("hidden", hidden, len(hidden), self.model.hidden)
+        self._check_out("out", out, len(hidden), self.model.vocab)
+        if self._library.td_decoder_logits(self._handle, hidden.ctypes.data, len(hidden), out.ctypes.data):
+            raise ValueError(f"{len(hidden)} rows of hidden states: must be 1 to {self.max_rows}")
 
     @staticmethod
     def _check_out(name: str, array: np.ndarray | None, rows: int, width: int) -> None:

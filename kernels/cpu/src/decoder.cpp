@@ -1,4 +1,5 @@
 // One step of a decoder-only transformer over ragged rows: embedding to logits in one call, one pool dispatch.
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -16,13 +17,18 @@ template <class T>
 class Array {
  public:
   void make(int64_t n) {
-    raw_.reset(new uint8_t[static_cast<size_t>(n) * sizeof(T) + 64]());
+    // calloc maps fresh pages lazily: what no step uses costs no memory.
+    raw_.reset(std::calloc(static_cast<size_t>(n) * sizeof(T) + 64, 1));
+    if (!raw_) throw std::bad_alloc();
     data_ = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(raw_.get()) + 63) & ~uintptr_t{63});
   }
   T* get() const { return data_; }
 
  private:
-  std::unique_ptr<uint8_t[]> raw_;
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  std::unique_ptr<void, Free> raw_;
   T* data_ = nullptr;
 };
 
@@ -42,6 +48,7 @@ class Decoder {
  public:
   explicit Decoder(const TdModel& model);
   int32_t forward(const TdStep& step);
+  int32_t logits(const float* hidden, int64_t rows, float* out);
 
  private:
   struct Linear {
@@ -61,6 +68,7 @@ class Decoder {
   void mlp(int thread, const TdLayer& l, int64_t rows);
   void residual(int thread, const TdWeight& w, const float* bias, const float* norm, const TdAct& x, int64_t rows);
   void head(int thread);
+  void project(int thread, const float* hidden, int64_t rows, float* logits);
   float* scratch(int thread) { return scratch_.get() + thread * scratch_stride_; }
 
   TdModel m_;
@@ -366,28 +374,48 @@ void Decoder::layer(int thread, const TdLayer& l, bool last) {
 void Decoder::head(int thread) {
   const TdStep& step = *step_;
   const int64_t rows = step.n_out;
+  float* states = step.hidden ? step.hidden : temp_.get();
+  pool_->phase(thread, rows, 4, [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; r++)
+      K_->rmsnorm(hidden_.get() + r * m_.hidden, m_.final_norm, m_.eps, m_.hidden, states + r * m_.hidden);
+  });
+  if (step.logits) project(thread, states, rows, step.logits);
+}
+
+void Decoder::project(int thread, const float* hidden, int64_t rows, float* logits) {
   TdAct x = {act_f_.get(), act_q_.get(), act_b_.get(), act_h_.get(), m_.hidden};
   const int32_t need = activation_need(m_.head.kind);
   pool_->phase(thread, rows, 4, [&](int64_t a, int64_t b) {
-    for (int64_t r = a; r < b; r++) {
-      float* t = scratch(thread);
-      K_->rmsnorm(hidden_.get() + r * m_.hidden, m_.final_norm, m_.eps, m_.hidden, t);
-      if (step.hidden) std::memcpy(step.hidden + r * m_.hidden, t, static_cast<size_t>(m_.hidden) * 4);
-      if (step.logits) K_->prepare(t, m_.hidden, need, &x, r);
-    }
+    for (int64_t r = a; r < b; r++) K_->prepare(hidden + r * m_.hidden, m_.hidden, need, &x, r);
   });
-  if (!step.logits) return;
-  Linear one = {&m_.head, m_.head_bias, step.logits, m_.vocab};
+  Linear one = {&m_.head, m_.head_bias, logits, m_.vocab};
   linears(thread, &one, 1, x, rows, false);
   if (m_.logit_scale == 1.0f && m_.logit_softcap == 0.0f) return;
   pool_->phase(thread, rows, 1, [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; r++) {
-      float* y = step.logits + r * m_.vocab;
+      float* y = logits + r * m_.vocab;
       if (m_.logit_scale != 1.0f)
         for (int64_t i = 0; i < m_.vocab; i++) y[i] *= m_.logit_scale;
       if (m_.logit_softcap > 0.0f) K_->softcap(y, m_.vocab, m_.logit_softcap);
     }
   });
+}
+
+int32_t Decoder::logits(const float* hidden, int64_t rows, float* out) {
+  if (rows < 1 || rows > m_.max_rows) return TOO_MANY_ROWS;
+  struct Job {
+    Decoder* self;
+    const float* hidden;
+    int64_t rows;
+    float* out;
+  } job = {this, hidden, rows, out};
+  pool_->run(
+      [](void* c, int thread) {
+        auto* j = static_cast<Job*>(c);
+        j->self->project(thread, j->hidden, j->rows, j->out);
+      },
+      &job);
+  return OK;
 }
 
 }  // namespace
@@ -404,3 +432,7 @@ TD_API void* td_decoder_new(const TdModel* model) {
 TD_API void td_decoder_free(void* d) { delete static_cast<td::Decoder*>(d); }
 // 0, or: -1 rows out of range, -2 output rows out of range, -3 inconsistent step.
 TD_API int32_t td_decoder_forward(void* d, const TdStep* step) { return static_cast<td::Decoder*>(d)->forward(*step); }
+// Logits [rows][vocab] of hidden states [rows][hidden] after the final norm.
+TD_API int32_t td_decoder_logits(void* d, const float* hidden, int64_t rows, float* out) {
+  return static_cast<td::Decoder*>(d)->logits(hidden, rows, out);
+}
