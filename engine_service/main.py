@@ -66,7 +66,7 @@ def load_engine(settings: EngineSettings) -> Engine:
     if settings.draft:
         from engine_service.speculation.controller import connect
 
-        speculation = connect(settings)
+        speculation = connect(settings, runner.spec.vocab_size)
     names = tuple(name.strip() for name in settings.served_model_name.split(",") if name.strip()) or (model.name,)
     return Engine(settings, runner, tokenizer, speculation, names)
 
@@ -175,8 +175,11 @@ class Process:
         for task in self._tasks:
             task.cancel()
         engine = self.host.engine
-        if engine is not None:
-            await engine.close()
+        try:
+            if engine is not None:
+                await engine.close()
+        except Exception:
+            log.exception("the engine did not close cleanly")
         # A moment for the last statuses to reach their readers.
         await self.server.stop(1.0)
 

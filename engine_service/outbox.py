@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
@@ -32,6 +33,8 @@ class Outbox:
         self._wake = asyncio.Event()
         self._closed = False
         self.error: TandemError | None = None
+        # Called once when the bound is exceeded.
+        self.on_overflow: Callable[[], object] | None = None
 
     def put(self, event: pb.GenerateEvent) -> bool:
         """Adds an event. False if the bound is exceeded: the stream has failed with SLOW_READER then."""
@@ -44,6 +47,8 @@ class Outbox:
                     "SLOW_READER", f"the reader left more than {self._limit} bytes unread", limit_bytes=self._limit
                 )
             )
+            if self.on_overflow is not None:
+                self.on_overflow()
             return False
         kind = event.WhichOneof("event")
         if kind == "delta" and event.delta.choice in self._open:

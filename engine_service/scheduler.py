@@ -1,4 +1,4 @@
-"""Decides what each step computes. Pure: state and events in, a StepPlan out; no tensors, no clock, no I/O.
+"""Decides what each step computes. Pure: state and events in, a StepPlan out; no tensors, clock, input or output.
 
 There are no phases: every running choice owes `remaining` tokens of KV. A step spends one token budget: choices that owe
 one token (they decode) come first and may add drafts; what is left goes to prefill chunks, then to admissions from the

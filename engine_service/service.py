@@ -92,13 +92,19 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             )
             await abort(context, error)
         outcome = "cancelled"
+        # A write to a reader who does not read ends only by cancelling it.
+        task = asyncio.current_task()
+        stream.outbox.on_overflow = task.cancel if task is not None else None
         try:
             while events := await stream.outbox.get():
                 await context.write(pb.GenerateResponse(events=events))
-            error_now = stream.outbox.error
-            outcome = "finished" if error_now is None else error_now.reason
+            outcome = "finished"
+        except asyncio.CancelledError:
+            if stream.outbox.error is None:
+                raise
         finally:
             engine.close_stream(stream)
+            outcome = stream.outbox.error.reason if stream.outbox.error is not None else outcome
             _log_finished(engine, stream, outcome)
         if stream.outbox.error is not None:
             await abort(context, stream.outbox.error)

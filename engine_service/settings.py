@@ -53,8 +53,12 @@ class EngineSettings(Settings):
 
     # Speculation.
     draft: str = Field("", description="address of the draft service; empty: no speculation")
-    draft_timeout_ms: float = Field(20.0, gt=0, description="longest wait for drafts in a step")
-    max_drafts: int = Field(8, ge=0, le=32, description="most drafted tokens per sequence and step")
+    draft_timeout_ms: float = Field(2.0, gt=0, description="longest wait for drafts in a step")
+    max_drafts: int = Field(16, ge=0, le=32, description="most drafted tokens per sequence and step")
+    draft_max_batch: int = Field(16, ge=1, description="no drafts are asked for when more sequences decode")
+    draft_stall_s: float = Field(
+        1.0, gt=0, description="seconds without an answer after which the draft is reconnected"
+    )
     verification: str = Field("exact", description="exact or rejection", pattern="^(exact|rejection)$")
 
     # Life.
