@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 
-from tandem.lm.kv import KVCache
 from tandem.lm.ops import padded
 from tandem.lm.types import Slice
 
@@ -35,21 +33,44 @@ class StepBatch:
     cache: dict[str, object] = field(default_factory=dict)
 
 
+class KV(Protocol):
+    """Paged KV of all layers, in whatever layout the model reads."""
+
+    num_blocks: int
+    block_size: int
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies whole blocks, source to destination, in every layer."""
+        ...
+
+
 class Model(Protocol):
-    """A forward pass over a StepBatch."""
+    """A loaded model: computes a StepBatch over paged KV."""
 
     # False: answers may depend on the batch in their last bits.
     batch_invariant: bool
     # Such as "cpu/torch".
     kernel_path: str
+    # dtype of weights and activations, for the numerics id.
+    dtype_name: str
+    # KV dtype if none is asked for.
+    default_kv_dtype: str
     weight_bytes: int
 
-    def forward(self, batch: StepBatch, kv: KVCache) -> torch.Tensor:
-        """Writes KV and returns final-norm hidden states of logit_rows, [padded(len(logit_rows)), hidden_size]."""
+    def kv_block_bytes(self, block_size: int, kv_dtype: str) -> int:
+        """Bytes of one KV block over all layers. Raises ValueError for a dtype or size that it cannot do."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows, vocab_size] for hidden rows, a multiple of the row tile; soft-capped and scaled."""
+    def new_kv(self, num_blocks: int, block_size: int, kv_dtype: str, max_rows: int) -> KV:
+        """Reserves KV for steps of at most max_rows rows; memory is untouched until used."""
+        ...
+
+    def logits(self, batch: StepBatch, kv: KV) -> np.ndarray:
+        """Writes KV; raw fp32 logits [len(logit_rows), vocab_size] of the batch's logit_rows."""
+        ...
+
+    def hidden(self, batch: StepBatch, kv: KV) -> np.ndarray:
+        """Writes KV; final-norm hidden states fp32 [len(logit_rows), hidden_size]."""
         ...
 
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tandem.lm.batch import Model, build_batch
-from tandem.lm.kv import KVCache
+from tandem.lm.batch import KV, Model, build_batch
 from tandem.lm.types import ModelSpec, SamplingParams, Sequence, Slice
 
 
 def embed(
     model: Model,
-    new_kv: Callable[[int], KVCache],
+    new_kv: Callable[[int], KV],
     prompts: list[list[int]],
     pooling: str,
     normalize: bool,
@@ -64,7 +63,7 @@ def _groups(prompts: list[list[int]], budget: int) -> Iterator[list[int]]:
 
 
 def _states(
-    model: Model, kv: KVCache, prompts: list[list[int]], group: list[int], tables: list[list[int]], budget: int
+    model: Model, kv: KV, prompts: list[list[int]], group: list[int], tables: list[list[int]], budget: int
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(prompt, its final hidden states fp32 [prompt length, hidden]). A prompt's states come whole, so that a sum over
     them does not depend on the step size."""
@@ -84,7 +83,7 @@ def _states(
         ]
         total = sum(item.count for item in slices)
         batch = build_batch(slices, np.arange(total), kv.block_size, kv.num_blocks)
-        hidden = model.forward(batch, kv)[:total].float().cpu().numpy()
+        hidden = model.hidden(batch, kv)
         at = 0
         for item in slices:
             found[item.sequence.id].append(hidden[at : at + item.count])

@@ -1,4 +1,4 @@
-"""From a path and settings to a model on its device: dtypes, threads, memory."""
+"""From a path and settings to a model on its device: which path runs it, dtypes, threads, memory."""
 
 from __future__ import annotations
 
@@ -15,22 +15,15 @@ import psutil
 import torch
 
 from tandem.lm.batch import Model
-from tandem.lm.config import ModelConfig, UnsupportedModel
+from tandem.lm.config import UnsupportedModel
 from tandem.lm.runner_settings import RunnerSettings
+from tandem.lm.weights import WeightSource, open_source
 
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """What the KV cache needs to know of a model."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -41,9 +34,10 @@ class Loaded:
     architecture: str
     vocab_size: int
     hidden_size: int
-    max_position: int
-    kv: KVShape
+    # Longest sequence that the model runs here.
+    max_model_len: int
     model_digest: str
+    threads: int
 
 
 def cpu_threads(settings: RunnerSettings) -> int:
@@ -57,16 +51,8 @@ def cpu_threads(settings: RunnerSettings) -> int:
 
 
 def weight_dtype(settings: RunnerSettings, stored: str) -> torch.dtype:
-    """dtype of weights and activations. Exact numerics are fp32 throughout.
-
-    Raises:
-        ValueError: another dtype was asked for together with exact numerics.
-    """
+    """dtype of weights and activations on the torch path. Exact numerics are fp32 throughout."""
     if settings.numerics == "exact":
-        if settings.dtype not in ("auto", "float32") or settings.kv_dtype not in ("auto", "float32"):
-            raise ValueError(
-                f"numerics exact means float32, but dtype is {settings.dtype} and kv_dtype {settings.kv_dtype}"
-            )
         return torch.float32
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
@@ -75,10 +61,6 @@ def weight_dtype(settings: RunnerSettings, stored: str) -> torch.dtype:
         fast = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
         return torch.bfloat16 if fast and stored == "bfloat16" else torch.float32
     return _DTYPES.get(stored, torch.bfloat16) if stored != "float32" else torch.bfloat16
-
-
-def kv_dtype(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
-    return dtype if settings.kv_dtype == "auto" else _DTYPES[settings.kv_dtype]
 
 
 def memory_limit() -> int:
@@ -99,58 +81,91 @@ def kv_budget(settings: RunnerSettings) -> int:
     return settings.kv_cache_bytes or min(_GIB, memory_limit() // 4)
 
 
-def load_model(settings: RunnerSettings, progress: Callable[[int, int], None] | None = None) -> Loaded:
-    """Loads weights.
+def load_model(settings: RunnerSettings, progress: Progress | None = None) -> Loaded:
+    """Loads weights on the first path that runs this model rightly.
 
     Raises:
         WeightError: the checkpoint cannot be read.
         UnsupportedModel: it cannot be run rightly; the message says why.
-        ValueError: settings that contradict each other.
+        ValueError: settings that contradict each other or the model.
     """
-    try:
-        return _load_native(settings, progress)
-    except UnsupportedModel as error:
-        if settings.model_impl == "native" or settings.model_path.is_file():
-            raise
-        log.info("not native (%s); trying the transformers path", error)
-    raise UnsupportedModel(f"{settings.model_path}: no path runs this model")
-
-
-def _load_native(settings: RunnerSettings, progress: Callable[[int, int], None] | None) -> Loaded:
-    from tandem.lm.models.native import NativeModel
-    from tandem.lm.weights import open_source
-
-    if settings.model_impl == "transformers":
-        raise UnsupportedModel("model_impl is transformers")
+    if settings.numerics == "exact" and not {settings.dtype, settings.kv_dtype} <= {"auto", "float32"}:
+        raise ValueError(
+            f"numerics exact means float32, but dtype is {settings.dtype} and kv_dtype {settings.kv_dtype}"
+        )
     source = open_source(settings.model_path)
     try:
-        config: ModelConfig = source.config
-        model = NativeModel(source, weight_dtype(settings, config.torch_dtype), torch.device(settings.device), progress)
+        model = _native(settings, source, progress)
+        config = source.config
         return Loaded(
             model=model,
             architecture=config.architecture,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            max_position=config.max_position,
-            kv=KVShape(config.num_layers, config.num_kv_heads, config.head_dim),
+            max_model_len=max_model_len(settings, config.max_position),
             model_digest=source.digest(),
+            threads=cpu_threads(settings),
         )
     finally:
         source.close()
 
 
-def numerics_id(settings: RunnerSettings, loaded: Loaded, kv: torch.dtype, threads: int) -> str:
+def max_model_len(settings: RunnerSettings, max_position: int) -> int:
+    """Raises ValueError if the setting exceeds what the model was trained for."""
+    if settings.max_model_len > max_position:
+        raise ValueError(f"max_model_len is {settings.max_model_len}, but the model has {max_position} positions")
+    return settings.max_model_len or max_position
+
+
+def _native(settings: RunnerSettings, source: WeightSource, progress: Progress | None) -> Model:
+    """The compiled kernels where they can, else plain torch."""
+    from tandem.lm.models.native import NativeModel
+
+    threads = cpu_threads(settings)
+    if settings.device == "cpu" and settings.kernels != "torch":
+        try:
+            return _compiled(settings, source, threads, progress)
+        except UnsupportedModel as error:
+            if settings.kernels == "native":
+                raise
+            log.warning("on the torch path: %s", error)
+    torch.set_num_threads(threads)
+    dtype = weight_dtype(settings, source.config.torch_dtype)
+    return NativeModel(source, dtype, torch.device(settings.device), progress)
+
+
+def _compiled(settings: RunnerSettings, source: WeightSource, threads: int, progress: Progress | None) -> Model:
+    try:
+        from kernels import cpu
+    except ImportError as error:
+        raise UnsupportedModel(f"the CPU kernels are not available: {error}") from error
+    if not cpu.available():
+        raise UnsupportedModel(f"the CPU kernels are not available: {cpu.reason()}")
+    if settings.dtype == "float16":
+        raise UnsupportedModel("the CPU kernels have no float16")
+    if settings.block_size % 16:
+        raise UnsupportedModel(f"the CPU kernels need blocks of a multiple of 16 tokens, not {settings.block_size}")
+    from tandem.lm.models import compiled
+
+    # The kernels have threads of their own; torch only helps the sampler, and two pools would fight.
+    torch.set_num_threads(1)
+    compiled.set_threads(threads)
+    positions = max_model_len(settings, source.config.max_position)
+    return compiled.CompiledModel(source, settings.dtype, settings.numerics == "exact", positions, progress)
+
+
+def numerics_id(settings: RunnerSettings, loaded: Loaded, kv_dtype: str) -> str:
     """Digest of all that an answer's bits depend on: 16 hex digits."""
     parts = {
         "weights": loaded.model_digest,
         "numerics": settings.numerics,
-        "dtype": str(getattr(loaded.model, "dtype", "")),
-        "kv_dtype": str(kv),
+        "dtype": loaded.model.dtype_name,
+        "kv_dtype": kv_dtype,
         "kernels": loaded.model.kernel_path,
         "isa": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "torch": torch.__version__,
-        "threads": threads,
+        "threads": loaded.threads,
         "tensor_parallel": settings.tensor_parallel_size,
         "batch_invariant": loaded.model.batch_invariant,
     }

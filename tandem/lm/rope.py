@@ -74,6 +74,12 @@ class RotaryTable:
             pages_sin.append((angles.sin() * self._factor).to(self._device))
         self._cos, self._sin = torch.cat(pages_cos), torch.cat(pages_sin)
 
+    def table(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of positions 0 to positions - 1, fp32 [positions, rotary_dim / 2]."""
+        if positions > self._cos.shape[0]:
+            self._grow(positions)
+        return self._cos[:positions], self._sin[:positions]
+
     def at(self, positions: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [rows, 1, rotary_dim / 2] for int64 positions, of which `largest` is the greatest."""
         if largest >= self._cos.shape[0]:

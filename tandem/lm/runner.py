@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
-import torch
 
 from tandem.lm import loading
-from tandem.lm.batch import build_batch
+from tandem.lm.batch import KV, build_batch
 from tandem.lm.embedding import embed
-from tandem.lm.kv import KVCache
-from tandem.lm.ops import ROW_TILE
 from tandem.lm.processors import Row
 from tandem.lm.runner_settings import RunnerSettings
 from tandem.lm.sampler import Sampler
 from tandem.lm.scores import token_scores
-from tandem.lm.types import ModelSpec, Runner, Slice, SliceOutput, TokenScore
+from tandem.lm.types import ModelSpec, Runner, Slice, SliceOutput
 
 log = logging.getLogger(__name__)
 
@@ -26,32 +24,21 @@ log = logging.getLogger(__name__)
 _PROMPT_TILE = 64
 
 
-class TorchRunner:
+class ModelRunner:
     """Runner over any Model. One thread calls it."""
 
-    def __init__(self, settings: RunnerSettings, loaded: loading.Loaded, threads: int) -> None:
-        self._settings, self._loaded = settings, loaded
-        self._model = loaded.model
-        dtype = loading.kv_dtype(settings, getattr(loaded.model, "dtype", torch.float32))
-        shape = loaded.kv
-        block_bytes = KVCache.block_bytes(
-            shape.num_layers, shape.num_kv_heads, settings.block_size, shape.head_dim, dtype
-        )
+    def __init__(self, settings: RunnerSettings, loaded: loading.Loaded) -> None:
+        self._settings, self._model = settings, loaded.model
+        kv_dtype = loaded.model.default_kv_dtype if settings.kv_dtype == "auto" else settings.kv_dtype
+        block_bytes = loaded.model.kv_block_bytes(settings.block_size, kv_dtype)
         budget = loading.kv_budget(settings)
         blocks = budget // block_bytes
-        max_len = settings.max_model_len or loaded.max_position
-        if max_len > loaded.max_position:
-            raise ValueError(f"max_model_len is {max_len}, but the model has {loaded.max_position} positions")
         if blocks < 2:
             raise ValueError(f"kv_cache_bytes is {budget}, but two blocks need {2 * block_bytes}")
-        self._new_kv: Callable[[int], KVCache] = lambda count: KVCache(
-            shape.num_layers,
-            count,
-            shape.num_kv_heads,
-            settings.block_size,
-            shape.head_dim,
-            dtype,
-            torch.device(settings.device),
+        # Every sequence of a full step may decode.
+        max_rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
+        self._new_kv: Callable[[int], KV] = lambda count: loaded.model.new_kv(
+            count, settings.block_size, kv_dtype, max_rows
         )
         self._kv = self._new_kv(blocks)
         self._sampler = Sampler(loaded.vocab_size)
@@ -59,16 +46,16 @@ class TorchRunner:
             architecture=loaded.architecture,
             vocab_size=loaded.vocab_size,
             hidden_size=loaded.hidden_size,
-            max_model_len=max_len,
+            max_model_len=loaded.max_model_len,
             block_size=settings.block_size,
             num_blocks=blocks,
             block_bytes=block_bytes,
             weight_bytes=loaded.model.weight_bytes,
             model_digest=loaded.model_digest,
-            numerics_id=loading.numerics_id(settings, loaded, dtype, threads),
+            numerics_id=loading.numerics_id(settings, loaded, kv_dtype),
             batch_invariant=loaded.model.batch_invariant,
             kernel_path=loaded.model.kernel_path,
-            threads=threads,
+            threads=loaded.threads,
         )
 
     def execute(self, slices: list[Slice]) -> list[SliceOutput]:
@@ -77,51 +64,61 @@ class TorchRunner:
         Raises:
             ValueError: a slice contradicts its sequence or its block table.
         """
-        if not slices:
-            return []
-        plan = _RowPlan(slices)
-        batch = build_batch(slices, plan.logit_rows, self.spec.block_size, self.spec.num_blocks)
-        hidden = self._model.forward(batch, self._kv)
         outputs = [SliceOutput() for _ in slices]
-        self._score_prompts(hidden, plan, slices, outputs)
-        if plan.samples:
-            self._sample(hidden, plan, slices, outputs)
+        slices = [
+            self._score_prompt(item, output) if item.score_prompt else item
+            for item, output in zip(slices, outputs, strict=True)
+        ]
+        if slices:
+            self._step(slices, outputs)
         return outputs
 
-    def _logits(self, hidden: torch.Tensor, rows: np.ndarray) -> np.ndarray:
-        """Raw fp32 logits [len(rows), vocab] of rows of `hidden`."""
-        size = -(-len(rows) // ROW_TILE) * ROW_TILE
-        index = np.zeros(size, dtype=np.int64)
-        index[: len(rows)] = rows
-        logits = self._model.logits(hidden[torch.from_numpy(index).to(hidden.device)])
-        return logits[: len(rows), : self.spec.vocab_size].cpu().numpy()
+    def _score_prompt(self, item: Slice, output: SliceOutput) -> Slice:
+        """Scores a slice's prompt tokens in steps of few rows, and returns what is left of it: the last row.
 
-    def _score_prompts(
-        self, hidden: torch.Tensor, plan: _RowPlan, slices: list[Slice], outputs: list[SliceOutput]
-    ) -> None:
-        for index, (first, count) in plan.prompt_rows.items():
-            item = slices[index]
-            ids = item.sequence.token_ids[item.start + 1 : item.start + 1 + count]
-            scores: list[TokenScore] = []
-            for start in range(0, count, _PROMPT_TILE):
-                rows = np.arange(first + start, first + min(start + _PROMPT_TILE, count))
-                logits = self._logits(hidden, rows)
-                wanted = ids[start : start + len(rows)]
-                scores += token_scores(logits, wanted, [item.sequence.params.prompt_logprobs or 0] * len(rows))
-            outputs[index].prompt_scores = scores
+        Logits of a whole prompt would take gigabytes. Which rows share a step changes no bits.
+        """
+        sequence = item.sequence
+        output.prompt_scores = []
+        alternatives = sequence.params.prompt_logprobs or 0
+        end = item.start + item.count
+        for start in range(item.start, end, _PROMPT_TILE):
+            stop = min(start + _PROMPT_TILE, end)
+            ids = sequence.token_ids[start + 1 : min(stop + 1, sequence.prompt_len)]
+            part = replace(item, start=start, count=stop - start, drafts=(), sample=False, mask=None)
+            logits = self._logits([part], np.arange(len(ids)))
+            output.prompt_scores += token_scores(logits, ids, [alternatives] * len(ids))
+        # The last row once more, for its sample: it writes the same KV.
+        return replace(item, start=end - 1, count=1)
 
-    def _sample(self, hidden: torch.Tensor, plan: _RowPlan, slices: list[Slice], outputs: list[SliceOutput]) -> None:
-        logits = self._logits(hidden, np.concatenate([rows for _, rows in plan.samples]))
-        rows = [row for index, _ in plan.samples for row in _rows_of(slices[index])]
+    def _logits(self, slices: list[Slice], rows: np.ndarray) -> np.ndarray:
+        """Runs a forward pass; raw fp32 logits [len(rows), vocab] of rows of the flattened step."""
+        batch = build_batch(slices, rows, self.spec.block_size, self.spec.num_blocks)
+        return self._model.logits(batch, self._kv)[:, : self.spec.vocab_size]
+
+    def _step(self, slices: list[Slice], outputs: list[SliceOutput]) -> None:
+        """One forward pass for all slices; samples those that ask for it."""
+        rows: list[Row] = []
+        wanted: list[int] = []
+        firsts: list[int] = []
+        base = 0
+        for item in slices:
+            firsts.append(len(rows))
+            if item.sample:
+                rows += _rows_of(item)
+                wanted += range(base + item.count - 1, base + item.count + len(item.drafts))
+            base += item.count + len(item.drafts)
+        logits = self._logits(slices, np.asarray(wanted, dtype=np.int64))
+        if not rows:
+            return
         sampled = self._sampler.sample(logits, rows)
-        at = 0
         scored: list[tuple[SliceOutput, int, int]] = []
-        for index, own in plan.samples:
-            output = outputs[index]
-            _verify(slices[index], sampled.ids[at : at + len(own)], sampled.errors, at, output)
-            if slices[index].sequence.params.logprobs is not None:
-                scored.append((output, at, slices[index].sequence.params.logprobs or 0))
-            at += len(own)
+        for item, output, first in zip(slices, outputs, firsts, strict=True):
+            if not item.sample:
+                continue
+            _verify(item, sampled.ids[first : first + 1 + len(item.drafts)], sampled.errors, first, output)
+            if item.sequence.params.logprobs is not None:
+                scored.append((output, first, item.sequence.params.logprobs))
         _score_sampled(logits, scored)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -144,34 +141,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Frees weights and KV."""
-        del self._model, self._kv, self._loaded
-
-
-class _RowPlan:
-    """Which rows of a step need the final hidden state, and for what.
-
-    logit_rows: int64, rows of the batch; samples: (slice, indices into logit_rows); prompt_rows: slice → (first index
-    into logit_rows, count).
-    """
-
-    def __init__(self, slices: list[Slice]) -> None:
-        wanted: list[np.ndarray] = []
-        self.samples: list[tuple[int, np.ndarray]] = []
-        self.prompt_rows: dict[int, tuple[int, int]] = {}
-        base = size = 0
-        for index, item in enumerate(slices):
-            if item.score_prompt:
-                count = max(0, min(item.count, item.sequence.prompt_len - 1 - item.start))
-                self.prompt_rows[index] = (size, count)
-                wanted.append(np.arange(base, base + count))
-                size += count
-            if item.sample:
-                rows = np.arange(base + item.count - 1, base + item.count + len(item.drafts))
-                self.samples.append((index, np.arange(size, size + len(rows))))
-                wanted.append(rows)
-                size += len(rows)
-            base += item.count + len(item.drafts)
-        self.logit_rows = np.concatenate(wanted) if wanted else np.empty(0, dtype=np.int64)
+        del self._model, self._kv
 
 
 def _rows_of(item: Slice) -> list[Row]:
@@ -217,8 +187,6 @@ def load_runner(settings: RunnerSettings) -> Runner:
         ValueError: settings that do not fit the model or each other.
     """
     started = time.monotonic()
-    threads = loading.cpu_threads(settings)
-    torch.set_num_threads(threads)
     last = 0
 
     def progress(done: int, total: int) -> None:
@@ -229,7 +197,7 @@ def load_runner(settings: RunnerSettings) -> Runner:
             log.info("loading weights: %d%%", 10 * tenth)
 
     loaded = loading.load_model(settings, progress)
-    runner = TorchRunner(settings, loaded, threads)
+    runner = ModelRunner(settings, loaded)
     spec = runner.spec
     log.info(
         "loaded %s in %.1f s: weights %d MiB, KV %d blocks of %d tokens (%d MiB), %s, numerics %s",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 NUMERICS = ("fast", "exact")
 KERNELS = ("auto", "torch", "native")
 MODEL_IMPLS = ("auto", "native", "transformers")

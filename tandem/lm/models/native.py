@@ -6,13 +6,15 @@ Batch-invariant: every operation comes from tandem.lm.ops or tandem.lm.attention
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import numpy as np
 import torch
 
 from tandem.lm import ops
 from tandem.lm.attention import AttentionSpec, paged_attention
-from tandem.lm.batch import StepBatch
+from tandem.lm.batch import KV, StepBatch
+from tandem.lm.config import RopeConfig
 from tandem.lm.kv import KVCache
 from tandem.lm.models.moe import Experts
 from tandem.lm.rope import RotaryTable, rotate
@@ -150,6 +152,7 @@ class NativeModel:
     ) -> None:
         config = source.config
         self.config, self.dtype, self.device = config, dtype, device
+        self.dtype_name = self.default_kv_dtype = str(dtype).removeprefix("torch.")
         if device.type != "cpu":
             self.kernel_path, self.batch_invariant = f"{device.type}/torch", False
         self.embedding = source.tensor("embed.weight", dtype).to(device)
@@ -161,16 +164,30 @@ class NativeModel:
         self.norm = Norm(source, "norm", config.norm_eps, device)
         tied = config.tied_embeddings or not source.has("head.weight")
         self.head = self.embedding if tied else source.tensor("head.weight", dtype).to(device)
-        divisors = source.tensor("rope_freqs.weight", torch.float32) if source.has("rope_freqs.weight") else None
-        self._ropes = {
-            rope: RotaryTable(rope, config.rotary_dim, device, divisors)
-            for rope in {config.layer_rope(layer) for layer in range(config.num_layers)}
-            if rope is not None
-        }
+        self._ropes = rotary_tables(source, device)
         self.weight_bytes = sum(tensor.nbytes for tensor in _all_tensors(self))
 
+    def kv_block_bytes(self, block_size: int, kv_dtype: str) -> int:
+        config = self.config
+        return KVCache.block_bytes(
+            config.num_layers, config.num_kv_heads, block_size, config.head_dim, torch_dtype(kv_dtype)
+        )
+
+    def new_kv(self, num_blocks: int, block_size: int, kv_dtype: str, max_rows: int) -> KVCache:
+        config = self.config
+        return KVCache(
+            config.num_layers,
+            num_blocks,
+            config.num_kv_heads,
+            block_size,
+            config.head_dim,
+            torch_dtype(kv_dtype),
+            self.device,
+        )
+
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: KVCache) -> torch.Tensor:
+    def _states(self, batch: StepBatch, kv: KV) -> torch.Tensor:
+        """Final-norm hidden states of logit_rows, padded to the row tile."""
         positions = torch.from_numpy(batch.positions).to(self.device)
         largest = int(batch.positions.max())
         ropes = {rope: table.at(positions, largest) for rope, table in self._ropes.items()}
@@ -180,16 +197,41 @@ class NativeModel:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
         for index, layer in enumerate(self.layers):
             rope = self.config.layer_rope(index)
-            x = layer(x, batch, kv, None if rope is None else ropes[rope])
-        wanted = ops.pad_rows(x[torch.from_numpy(batch.logit_rows).to(self.device)])
-        return self.norm(wanted)
+            x = layer(x, batch, cast(KVCache, kv), None if rope is None else ropes[rope])
+        return self.norm(ops.pad_rows(x[torch.from_numpy(batch.logit_rows).to(self.device)]))
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = ops.linear(hidden, self.head).float()
+    def logits(self, batch: StepBatch, kv: KV) -> np.ndarray:
+        states = self._states(batch, kv)
+        out = ops.linear(states, self.head).float()
         if self.config.logit_divisor != 1.0:
             out = out / self.config.logit_divisor
-        return ops.soft_cap_(out, self.config.logit_softcap) if self.config.logit_softcap else out
+        if self.config.logit_softcap:
+            out = ops.soft_cap_(out, self.config.logit_softcap)
+        return out[: len(batch.logit_rows)].cpu().numpy()
+
+    @torch.inference_mode()
+    def hidden(self, batch: StepBatch, kv: KV) -> np.ndarray:
+        return self._states(batch, kv)[: len(batch.logit_rows)].float().cpu().numpy()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises ValueError for a KV dtype that only other kernels know."""
+    found = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+    if found is None:
+        raise ValueError(f"kv_dtype is {name!r}, but the torch path knows float32, bfloat16 and float16")
+    return found
+
+
+def rotary_tables(source: WeightSource, device: torch.device) -> dict[RopeConfig, RotaryTable]:
+    """One table per rope that some layer uses."""
+    config = source.config
+    divisors = source.tensor("rope_freqs.weight", torch.float32) if source.has("rope_freqs.weight") else None
+    return {
+        rope: RotaryTable(rope, config.rotary_dim, device, divisors)
+        for rope in {config.layer_rope(layer) for layer in range(config.num_layers)}
+        if rope is not None
+    }
 
 
 def _tensor(batch: StepBatch, name: str, device: torch.device) -> torch.Tensor:
