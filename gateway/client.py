@@ -43,6 +43,7 @@ class RouterClient:
         self._settings = settings
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
+        self._generate: Any = None
         self._models: list[pb.ModelInfo] = []
         self._by_name: dict[str, pb.ModelInfo] = {}
         self._models_at = float("-inf")
@@ -56,6 +57,11 @@ class RouterClient:
     async def start(self) -> None:
         self._channel = _open_channel(self._settings)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
+        # Answers stay bytes here: a stream that breaks is resumed from the bytes that came.
+        self._generate = self._channel.unary_stream(
+            "/tandem.inference.v1.InferenceService/Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+        )
 
     async def close(self) -> None:
         if self._channel is not None:
@@ -131,10 +137,10 @@ class RouterClient:
         """Makes the next request ask the router again."""
         self._models_at = float("-inf")
 
-    def generate(self, request: pb.GenerateRequest) -> Any:
-        """Starts Generate; the call is read with `.read()`."""
+    def generate(self, request: pb.GenerateRequest, wait_for_ready: bool = False) -> Any:
+        """Starts Generate; the call is read with `.read()`, which gives serialized GenerateResponses."""
         timeout = request.timeout_ms / 1000 + 5.0 if request.timeout_ms else None
-        return self._stub.Generate(request, timeout=timeout, metadata=self.metadata)
+        return self._generate(request, timeout=timeout, metadata=self.metadata, wait_for_ready=wait_for_ready)
 
     async def embed(self, request: pb.EmbedRequest, limit_s: float | None) -> pb.EmbedResponse:
         try:

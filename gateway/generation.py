@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,22 +15,37 @@ from gateway.client import RouterClient
 from gateway.errors import ApiError, from_tandem, internal
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
+from tandem.resume import BrokenStreamError, build_resume
 
+log = logging.getLogger("gateway.generation")
+
+# Bytes of one stream that are kept for going on with it.
+MAX_KEPT_BYTES = 8 * 1024 * 1024
+MAX_RESUMES = 3
+# Seconds that a broken stream waits for a router.
+RESUME_WAIT_S = 30.0
 T = TypeVar("T")
 
 
 class Generation:
-    """A Generate stream. `open` waits for *accepted*; `read` gives the events that follow, None at the end."""
+    """A Generate stream. `open` waits for *accepted*; `read` gives the events that follow, None at the end.
 
-    __slots__ = ("_call", "_client", "_rest", "accepted", "request", "usage")
+    A stream that breaks because the router was lost goes on at another one (or at the same one, restarted): the bytes
+    that came are kept, and the contract's resume state is made from them.
+    """
+
+    __slots__ = ("_call", "_client", "_deadline", "_kept", "_kept_bytes", "_rest", "_resumes", "accepted", "request")
 
     def __init__(self, client: RouterClient, request: pb.GenerateRequest) -> None:
         self._client = client
         self.request = request
         self._call: Any = None
         self._rest: Sequence[pb.GenerateEvent] | None = None
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._resumes = 0
+        self._deadline = time.monotonic() + request.timeout_ms / 1000 if request.timeout_ms else None
         self.accepted = pb.Accepted()
-        self.usage = pb.Usage()
 
     async def open(self) -> pb.Accepted:
         """Sends the request and waits until an engine has accepted it.
@@ -37,7 +54,12 @@ class Generation:
             ApiError: it was refused, in HTTP's terms.
         """
         self._call = self._client.generate(self.request)
-        events = await self._receive()
+        try:
+            events = await self._receive()
+        except TandemError as error:
+            if error.reason == "TOKENIZER_MISMATCH":
+                self._client.forget_models()
+            raise from_tandem(error) from None
         if not events or events[0].WhichOneof("event") != "accepted":
             self.cancel()
             raise internal()
@@ -50,45 +72,58 @@ class Generation:
         if self._rest is not None:
             events, self._rest = self._rest, None
             return events
-        return await self._receive()
+        try:
+            return await self._receive()
+        except TandemError as error:
+            return await self._resume(error)
 
     async def _receive(self) -> Sequence[pb.GenerateEvent] | None:
         try:
-            message = await self._call.read()
+            data = await self._call.read()
         except grpc.RpcError as error:
-            raise self._failed(TandemError.from_rpc(error)) from None
-        if message is grpc.aio.EOF:
+            raise TandemError.from_rpc(error) from None
+        if data is grpc.aio.EOF:
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
-                raise self._failed(TandemError.from_rpc(_Ended(self._call, code, await self._call.details())))
+                raise TandemError("UNSPECIFIED", "", code=code)
             return None
-        return message.events
+        if self._kept_bytes <= MAX_KEPT_BYTES:
+            self._kept_bytes += len(data)
+            self._kept.append(data)
+        return pb.GenerateResponse.FromString(data).events
 
-    def _failed(self, error: TandemError) -> ApiError:
-        if error.reason == "TOKENIZER_MISMATCH":
-            self._client.forget_models()
-        return from_tandem(error)
+    async def _resume(self, error: TandemError) -> Sequence[pb.GenerateEvent] | None:
+        """Goes on with a stream whose router was lost; raises the error's HTTP form where that cannot be."""
+        lost = error.code is grpc.StatusCode.UNAVAILABLE and error.reason in ("UNSPECIFIED", "ENGINE_DRAINING")
+        if not lost or self._resumes >= MAX_RESUMES or self._kept_bytes > MAX_KEPT_BYTES:
+            raise from_tandem(error)
+        self._resumes += 1
+        try:
+            again = build_resume(self.request, self._kept)
+        except BrokenStreamError as broken:
+            log.error("stream cannot be resumed", extra={"request_id": self.request.request_id, "why": str(broken)})
+            raise from_tandem(error) from None
+        if again is None:
+            return None
+        if self._deadline is not None:
+            again.timeout_ms = max(1, int((self._deadline - time.monotonic()) * 1000))
+        log.warning("the router was lost; the stream goes on", extra={"request_id": self.request.request_id})
+        self._call = self._client.generate(again, wait_for_ready=True)
+        try:
+            async with asyncio.timeout(RESUME_WAIT_S):
+                events = await self._receive()
+        except TimeoutError:
+            self.cancel()
+            raise from_tandem(error) from None
+        except TandemError as second:
+            return await self._resume(second)
+        # Its *accepted* repeats the first one.
+        return events[1:] if events else events
 
     def cancel(self) -> None:
         """Ends the call; harmless when it has ended."""
         if self._call is not None:
             self._call.cancel()
-
-
-class _Ended(grpc.RpcError):
-    """A stream that ended with an error status instead of raising, in the shape of an RpcError."""
-
-    def __init__(self, call: Any, code: grpc.StatusCode, details: str) -> None:
-        self._call, self._code, self._details = call, code, details
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str:
-        return self._details
-
-    def trailing_metadata(self) -> Any:
-        return ()
 
 
 @dataclass(slots=True)
@@ -132,7 +167,7 @@ async def collect(generation: Generation, first_token: Any = None) -> Collected:
             elif kind == "finished":
                 result.choices[event.finished.choice].finished = event.finished
             elif kind == "usage":
-                result.usage = generation.usage = event.usage
+                result.usage = event.usage
             elif kind == "prompt":
                 result.prompt_scores = list(event.prompt.tokens)
     for choice, pieces in zip(result.choices, texts, strict=True):

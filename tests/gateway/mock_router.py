@@ -51,7 +51,9 @@ def grammar_of(structured: pb.StructuredOutput) -> str | None:
     if kind == "json_object":
         return llguidance.LLMatcher.grammar_from_json_schema({"type": "object"})
     if kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(structured.json_schema, defaults={"whitespace_flexible": False})
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            structured.json_schema, defaults={"whitespace_flexible": False}
+        )
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(structured.regex)
     if kind == "choice":
@@ -88,7 +90,18 @@ class ToyChoice:
                 raise TandemError("GRAMMAR", f"grammar: {self.matcher.get_error()}"[:300], field="structured")
         model_stops = () if request.stop.ignore_eos else bundle().stop_token_ids
         self.stops = frozenset(model_stops) | frozenset(request.stop.stop_token_ids)
+        for old in request.resume.choices:
+            if old.index == index:
+                self._replay(old)
         self.limit = request.stop.max_tokens if request.stop.HasField("max_tokens") else 16
+
+    def _replay(self, old: pb.ResumeChoice) -> None:
+        """Reads what an earlier stream had sent."""
+        self.ids = list(old.emitted_ids)
+        self.text = self.detokenizer.push(self.ids)
+        self.sent = len(self.text.encode()[: old.text_bytes_sent].decode())
+        if old.finished:
+            self.finished = pb.Finished(choice=self.index, reason=pb.FINISH_REASON_STOP)
 
     def logits(self) -> np.ndarray:
         position = len(self.ids)
@@ -256,7 +269,7 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
 
     async def _generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         fault = request.request_id.removeprefix("fault:") if request.request_id.startswith("fault:") else ""
-        kind, _, argument = fault.partition("=")
+        kind, _, argument = fault.partition(",")[0].partition("=")
         await _fault_before(kind, argument, context)
         prompt = list(request.token_ids.ids)
         choices = [ToyChoice(request, index, request.sampling.seed) for index in range(request.n or 1)]
@@ -299,7 +312,9 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
                     yield _one(finished=choice.finished)
             if kind == "die" and produced >= int(argument):
                 raise TandemError("ENGINE_CRASH", "two engines died while this request ran")
-            if kind == "drop" and produced >= int(argument):
+            if kind == "drop" and produced >= int(argument) and request.attempt <= 1:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "socket closed at 10.0.0.7")
+            if kind == "drops" and produced >= int(argument):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "socket closed at 10.0.0.7")
         completion = sum(len(choice.ids) for choice in choices)
         usage = pb.Usage(prompt_tokens=len(prompt), completion_tokens=completion, cached_tokens=4)
@@ -332,9 +347,12 @@ def _prompt_scores(prompt: list[int], top: int) -> list[pb.TokenLogprob]:
 
 
 async def _fault_before(kind: str, argument: str, context: Any) -> None:
-    """Faults before *accepted*: refuse=REASON, slow=SECONDS, unavailable, big."""
+    """Faults before *accepted*: refuse=REASON, late=REASON, slow=SECONDS, unavailable, big."""
     if kind == "refuse":
         raise TandemError(argument, "refused on command", field="sampling.temperature", retry_after_s=7)
+    if kind == "late":
+        await asyncio.sleep(1.5)
+        raise TandemError(argument, "refused late on command")
     if kind == "slow":
         await asyncio.sleep(float(argument))
     if kind == "unavailable":
