@@ -70,9 +70,7 @@ def rotary_table(
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
 
 
-def rotate(
-    x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False
-) -> torch.Tensor:
+def rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """Rotary embedding of the first table.shape[1] dims of x [T, H, D] (RoFormer, arXiv 2104.09864), in fp32 or wider.
 
     NeoX style pairs dim i with i + R/2; the interleaved style pairs 2i with 2i + 1.

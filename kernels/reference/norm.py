@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dim (arXiv 1910.07467), in fp32 or wider, returned in x's dtype.
 
     With `residual`, residual becomes x + residual first (in place, rounded to its dtype) and that is normalised.

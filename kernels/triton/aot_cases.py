@@ -123,9 +123,7 @@ def sample(target: Target) -> None:
 
 def verification(target: Target) -> None:
     verify.keep_while_equal(_int(ROWS), _int(ROWS), _int(9), 8)
-    verify.rejection_sample(
-        _float(ROWS, VOCAB), _params(ROWS), _int(ROWS), _int(ROWS, 16), _float(ROWS, 16), _int(9)
-    )
+    verify.rejection_sample(_float(ROWS, VOCAB), _params(ROWS), _int(ROWS), _int(ROWS, 16), _float(ROWS, 16), _int(9))
 
 
 def noise_words(target: Target) -> None:
@@ -189,9 +187,7 @@ def _attention_cases() -> dict[str, Case]:
 def _other_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {
         "rope-write": partial(rope_write, fp8=False, interleaved=False),
-        "rope-write-interleaved-partial": partial(
-            rope_write, fp8=False, interleaved=True, head_dim=80, rotary_dim=32
-        ),
+        "rope-write-interleaved-partial": partial(rope_write, fp8=False, interleaved=True, head_dim=80, rotary_dim=32),
         "rope-write-fp8": partial(rope_write, fp8=True, interleaved=False),
         "norm-4096": norms,
         "norm-576": partial(norms, width=576),

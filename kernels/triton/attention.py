@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -40,11 +40,8 @@ def pad_head(head_dim: int) -> int:
 def attention_tile(target: str, head_dim: int, group: int, *, deterministic: bool, decode: bool) -> Tile:
     """The tile for a head size; the deterministic mode has one tile for prefill and decode alike."""
     kind = "deterministic" if deterministic else "decode" if decode else "prefill"
-    chosen = tile(target, "attention", f"{kind}-{pad_head(head_dim)}")
-    if group > chosen.block_m:
-        rows = 1 << (group - 1).bit_length()
-        return Tile(rows, chosen.block_n, chosen.block_k, chosen.warps, chosen.stages)
-    return chosen
+    chosen = tile(target, "attention", f"{kind}-{max(64, pad_head(head_dim))}")
+    return replace(chosen, block_m=max(chosen.block_m, 1 << (group - 1).bit_length()))
 
 
 def paged_attention(
@@ -85,9 +82,9 @@ def paged_attention(
     if tokens == 0 or sequences == 0:
         return out
     decode = batch.max_query_len * group <= 16
-    chosen = config or attention_tile(
-        current_target(), head_dim, group, deterministic=deterministic, decode=decode
-    )
+    chosen = config or attention_tile(current_target(), head_dim, group, deterministic=deterministic, decode=decode)
+    if group > chosen.block_m:
+        raise ValueError(f"a tile of {chosen.block_m} rows does not hold a token's {group} query heads")
     if split_size % chosen.block_n:
         raise ValueError(f"split_size {split_size} is no multiple of the KV tile {chosen.block_n}")
     query_blocks = tokens // (chosen.block_m // group) + sequences

@@ -198,9 +198,7 @@ def paged_attention_kernel(
             )
             if HAS_SCALES:
                 weights = weights * tl.load(v_scale + scale_offsets, mask=key_ok, other=0.0)[None, :]
-            acc = tl.dot(
-                weights.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc * keep[:, None], input_precision="ieee"
-            )
+            acc = tl.dot(weights.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc * keep[:, None], input_precision="ieee")
         if SPLITS == 1:
             total_acc, total_max, total_sum = merge_split(total_acc, total_max, total_sum, acc, row_max, row_sum)
         else:

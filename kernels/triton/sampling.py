@@ -213,9 +213,7 @@ def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tens
         )
 
 
-def draw(
-    logits: torch.Tensor, params: RowParams, thresholds: torch.Tensor, last_ties: torch.Tensor
-) -> torch.Tensor:
+def draw(logits: torch.Tensor, params: RowParams, thresholds: torch.Tensor, last_ties: torch.Tensor) -> torch.Tensor:
     """Samples each row of processed logits under a known truncation; int32 [R], errors as in sample()."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, SAMPLE_CHUNK)

@@ -34,7 +34,9 @@ def keep_while_equal_kernel(accepted, sampled, drafts, row_start, PAD: tl.conste
 
 
 @triton.jit
-def probability_kernel(logits, log_sums, temperatures, thresholds, last_ties, vocab, stride_logits, BLOCK: tl.constexpr):
+def probability_kernel(
+    logits, log_sums, temperatures, thresholds, last_ties, vocab, stride_logits, BLOCK: tl.constexpr
+):
     """Scales rows by temperature, sets what truncation drops to −inf, in place, and stores each row's log-sum-exp.
 
     Temperature 0 becomes all mass on the argmax (lowest id). Grid: (rows,).
@@ -59,7 +61,7 @@ def probability_kernel(logits, log_sums, temperatures, thresholds, last_ties, vo
         inside = columns < vocab
         value = scaled_logits(row, columns, inside, temperature)
         keep = inside & survives(order_key(value), columns, threshold, last_tie)
-        keep = keep & ((temperature > 0.0) | (columns == best))
+        keep = keep & (columns == tl.where(temperature > 0.0, columns, best))
         value = tl.where(keep, value, float("-inf"))
         total += tl.sum(tl.where(keep, tl.exp(value - row_max), 0.0), 0)
         tl.store(row + columns, value, mask=inside)
@@ -142,7 +144,9 @@ def residual_kernel(
             tl.store(row + tokens, edited, mask=inside)
 
 
-def keep_while_equal(sampled: torch.Tensor, drafts: torch.Tensor, row_start: torch.Tensor, max_rows: int) -> torch.Tensor:
+def keep_while_equal(
+    sampled: torch.Tensor, drafts: torch.Tensor, row_start: torch.Tensor, max_rows: int
+) -> torch.Tensor:
     """Drafts kept per sequence, int32 [S].
 
     sampled: int32 [R], what each row sampled; drafts: int32 [R], drafts[r] is the draft after row r (a sequence's last
