@@ -171,24 +171,26 @@ async def wait_ready(address: str, limit_s: float = 30.0) -> None:
     raise TimeoutError(f"{address} lists no model after {limit_s:g} s")
 
 
+def start(engine: str, router: str, options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
+    """Starts the engine and the router as processes of their own."""
+    me = [sys.executable, "-m", "benchmarks.overhead"]
+    step, tokens = str(options.step_ms), str(options.tokens)
+    return [
+        subprocess.Popen([*me, "--engine", engine, "--tokens", tokens, "--step-ms", step]),
+        subprocess.Popen([*me, "--router", router, "--engines", engine, "--policy", options.policy]),
+    ]
+
+
 async def compare(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tb") as folder:
         engine, router = f"unix:{folder}/e", f"unix:{folder}/r"
-        me = [sys.executable, "-m", "benchmarks.overhead"]
-        children = [
-            subprocess.Popen(
-                [*me, "--engine", engine, "--tokens", str(options.tokens), "--step-ms", str(options.step_ms)]
-            ),
-            subprocess.Popen([*me, "--router", router, "--engines", engine, "--policy", options.policy]),
-        ]
+        children = start(engine, router, options)
         try:
             await wait_ready(router)
             for streams in options.streams:
                 for path, address in (("direct", engine), ("router", router)):
-                    rows.append(
-                        await measure(address, path, streams, options.rounds, options.tokens, children[1].pid)
-                    )
+                    rows.append(await measure(address, path, streams, options.rounds, options.tokens, children[1].pid))
         finally:
             for child in children:
                 child.terminate()
@@ -201,9 +203,7 @@ def serve_router(address: str, engines: str, policy: str) -> int:
     from router.main import run
     from router.settings import RouterSettings
 
-    return run(
-        RouterSettings(listen=address, admin_listen="", engines=engines, policy=policy, log_level="warning")
-    )
+    return run(RouterSettings(listen=address, admin_listen="", engines=engines, policy=policy, log_level="warning"))
 
 
 def main(arguments: list[str] | None = None) -> int:

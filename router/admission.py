@@ -268,7 +268,7 @@ class Admission:
         policy.sent(job.query, chosen, now)
         load = chosen.engine
         uncached = max(1, job.query.prompt_tokens - chosen.matched_blocks * load.block_size)
-        blocks = (job.query.prompt_tokens + job.query.max_tokens) // max(1, load.block_size) - chosen.matched_blocks
+        blocks = job.query.prompt_tokens // max(1, load.block_size) + 1 - chosen.matched_blocks
         sent = load.sent(now, uncached, max(0, blocks))
         if not job.running:
             job.running = True

@@ -96,12 +96,21 @@ class EngineLoad:
 
     def pending_tokens(self, now: float) -> float:
         """Prompt tokens still to be computed: what was reported, less what was computed since, plus what was sent."""
-        done = self.report.prefill_tokens_per_s * max(0.0, now - self.reported_at)
-        return max(0.0, self.report.uncached_tokens - done) + self._unreported_tokens
+        return self.view(now)[0]
 
     def kv_blocks(self) -> int:
         """Blocks in use, with those of what was just sent."""
-        return self.report.kv_blocks_used + self._unreported_blocks
+        return self.view(self.reported_at)[2]
+
+    def view(self, now: float) -> tuple[float, int, int]:
+        """(pending tokens, sequences, KV blocks) in one call: a policy asks for them for every engine."""
+        report = self.report
+        pending = report.uncached_tokens - report.prefill_tokens_per_s * (now - self.reported_at)
+        return (
+            (pending if pending > 0 else 0.0) + self._unreported_tokens,
+            report.running + report.waiting + len(self._unreported),
+            report.kv_blocks_used + self._unreported_blocks,
+        )
 
     def has_room(self) -> bool:
         """Whether the engine's batch and short queue can take one more."""

@@ -37,7 +37,14 @@ class Candidate:
     matched_blocks: int = 0
     predicted_s: float = 0.0
     cost_s: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
+    # Parts of the cost, seconds, in the order of `part_names`.
+    part_values: tuple[float, ...] = ()
+    part_names: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Parts of the cost by name, seconds."""
+        return dict(zip(self.part_names, self.part_values, strict=True))
 
 
 class Policy(ABC):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 
@@ -12,7 +11,11 @@ from router.policies.base import Candidate, Policy, Query
 
 # Used until an engine or its peers have measured theirs.
 DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
+DEFAULT_STEP_S = 0.02
+# How long an answer is expected to be; max_tokens is only a bound, and often a wide one.
+USUAL_OUTPUT_TOKENS = 256
 DEFAULT_CAPACITY_BLOCKS = 32_768
+_PARTS = ("queue", "prefill", "batch", "kv", "step", "interference")
 
 
 def _capacity(engine: EngineLoad) -> int:
@@ -97,7 +100,6 @@ class PrefixExact(Policy):
         self._predicted = PredictedBlocks()
         self._ttl_s = prediction_ttl_s
         self._expired_at = 0.0
-        self._service_s = 5.0
 
     def add(self, engine: EngineLoad) -> None:
         self._predicted.remove_engine(engine.slot)
@@ -120,30 +122,27 @@ class PrefixExact(Policy):
     def _judge(self, query: Query, engine: EngineLoad, matched: int, usual: float, now: float) -> Candidate:
         report = engine.report
         rate = report.prefill_tokens_per_s or usual
-        size = max(1, engine.block_size)
+        size = engine.block_size or 1
+        pending, sequences, kv_blocks = engine.view(now)
         # The last prompt token is always computed.
         uncached = max(1, query.prompt_tokens - matched * size)
         prefill = uncached / rate
-        queue = engine.pending_tokens(now) / rate
-        sequences = engine.sequences()
-        over = sequences + 1 - report.max_num_seqs if report.max_num_seqs else 0
-        batch = max(0, over) * self._service_s / max(1, report.max_num_seqs)
-        need = math.ceil((query.prompt_tokens + query.max_tokens) / size) - matched
-        lack = max(0, engine.kv_blocks() + need - report.kv_blocks_total) if report.kv_blocks_total else 0
-        kv = self._service_s * lack / max(1, report.kv_blocks_total)
-        running = min(sequences, report.max_num_seqs or sequences)
-        interference = prefill * (self.WORK + self.INTERFERENCE * running)
-        step = report.decode_step_s
-        predicted = queue + prefill + batch + kv + step
-        parts = {
-            "queue": queue,
-            "prefill": prefill,
-            "batch": batch,
-            "kv": kv,
-            "step": step,
-            "interference": interference,
-        }
-        return Candidate(engine, matched, predicted, predicted + interference, parts)
+        queue = pending / rate
+        service = USUAL_OUTPUT_TOKENS * (report.decode_step_s or DEFAULT_STEP_S)
+        batch = kv = 0.0
+        places = report.max_num_seqs or sequences + 1
+        if sequences >= places:
+            batch = (sequences + 1 - places) * service / places
+        if report.kv_blocks_total:
+            output = min(query.max_tokens, USUAL_OUTPUT_TOKENS)
+            lack = kv_blocks + (query.prompt_tokens + output) // size + 1 - matched - report.kv_blocks_total
+            if lack > 0:
+                # Blocks come back when a request ends: at the earliest the next one, and as many as it takes.
+                kv = service * max(lack / report.kv_blocks_total, 1 / (sequences + 1))
+        interference = prefill * (self.WORK + self.INTERFERENCE * min(sequences, places))
+        predicted = queue + prefill + batch + kv + report.decode_step_s
+        parts = (queue, prefill, batch, kv, report.decode_step_s, interference)
+        return Candidate(engine, matched, predicted, predicted + interference, parts, _PARTS)
 
     def choose(self, candidates: Sequence[Candidate], query: Query) -> Candidate:
         best = min(candidate.cost_s for candidate in candidates)
