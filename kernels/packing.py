@@ -1,8 +1,9 @@
 """One layout for group-quantised weights of every origin, so that one kernel serves AWQ, GPTQ and GGUF blocks.
 
-A weight [N, K] is held as codes along K with N contiguous. Four-bit codes are packed by tiles of 64 rows of K: byte row j
-of a tile carries row j in its low and row j + 32 in its high nibble, so that unpacking moves nothing between lanes. Each
-group of K (a multiple of 32) has a scale and perhaps a zero point or a minimum: w = (code − zero) · scale + minimum.
+A weight [N, K] is held as codes along K with N contiguous. Four-bit codes are packed by tiles of 64 rows of K: byte
+row j of a tile carries row j in its low and row j + 32 in its high nibble, so that unpacking moves nothing between
+lanes. Each group of K (a multiple of 32) has a scale and perhaps a zero point or a minimum: w = (code − zero) · scale
++ minimum.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def unpack_nibbles(words: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4,
 
 
 def pack_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, group_size: int) -> PackedWeight:
-    """AWQ (arXiv 2306.00978) GEMM layout: qweight int32 [K, N / 8], qzeros int32 [K / g, N / 8], scales fp16 [K / g, N].
+    """AWQ (arXiv 2306.00978) GEMM layout: qweight int32 [K, N / 8], qzeros int32 [K / g, N / 8], scales fp16 [K / g,
+    N].
 
     w = (code − zero) · scale. The nibbles of a word hold outputs 0 2 4 6 1 3 5 7.
     """
@@ -134,10 +136,11 @@ def pack_gptq(
     *,
     v2: bool = False,
 ) -> PackedWeight:
-    """GPTQ (arXiv 2210.17323), 4 bits: qweight int32 [K / 8, N] along K, qzeros int32 [K / g, N / 8], scales [K / g, N].
+    """GPTQ (arXiv 2210.17323), 4 bits: qweight int32 [K / 8, N] along K, qzeros int32 [K / g, N / 8], scales [K / g,
+    N].
 
-    Version 1 stores zero − 1. g_idx int32 [K] names the group of each input (act-order): inputs are then sorted by group.
-    Raises PackingError when g_idx does not give every group group_size inputs.
+    Version 1 stores zero − 1. g_idx int32 [K] names the group of each input (act-order): inputs are then sorted by
+    group. Raises PackingError when g_idx does not give every group group_size inputs.
     """
     codes = unpack_nibbles(qweight).permute(0, 2, 1).flatten(0, 1)
     zeros = unpack_nibbles(qzeros).flatten(1).to(torch.int32)

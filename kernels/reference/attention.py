@@ -100,7 +100,8 @@ def write_kv(
 ) -> None:
     """Stores k, v [T, Hkv, D] at slots [T] (block · block_size + offset; negative: skip), in the caches' dtype.
 
-    With scales ([num_blocks, Hkv, block_size] fp32) a row is divided by max|x| / largest fp8 value of its token and head.
+    With scales ([num_blocks, Hkv, block_size] fp32) a row is divided by max|x| / largest fp8 value of its token and
+    head.
     """
     block_size = k_cache.shape[2]
     kept = slots >= 0

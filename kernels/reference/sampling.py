@@ -83,6 +83,9 @@ def keep_while_equal(sampled: Sequence[int], drafts: Sequence[int]) -> int:
 
 
 def residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """max(target − draft, 0), not normalised (Leviathan et al., arXiv 2211.17192); the target itself where that is 0."""
+    """max(target − draft, 0), not normalised (Leviathan et al., arXiv 2211.17192).
+
+    The target itself where that is 0.
+    """
     difference = (target - draft).clamp_min(0.0)
     return difference if bool((difference > 0.0).any()) else target

@@ -1,1 +1,4 @@
-"""The GPU kernels, written in Triton. Importing a module of this package imports triton; importing the package does not."""
+"""The GPU kernels, written in Triton. Importing a module of this package imports triton.
+
+Importing the package does not.
+"""

@@ -1,7 +1,8 @@
 """Ahead-of-time compilation for GPUs that are not there: records what the operations launch, and compiles exactly that.
 
-An operation called on meta tensors inside `recorded()` launches nothing; each launch is kept with the specialisation that
-Triton would choose (alignment of pointers and integers, constants), and `compile_launch` compiles it for a target.
+An operation called on meta tensors inside `recorded()` launches nothing; each launch is kept with the specialisation
+that Triton would choose (alignment of pointers and integers, constants), and `compile_launch` compiles it for a
+target.
 
     python -m kernels.triton.aot --set default|all [--target sm_90] [--json PATH]
 """

@@ -70,8 +70,8 @@ def paged_attention(
     them. Returns [T, Hq, D]; rows of empty sequences and rows behind the last sequence are left as they are in `out`.
 
     deterministic: a row's bits depend on its own sequence alone (one tile shape, splits of split_size merged in order).
-    parallel_splits: one program per split; None chooses by the amount of work and never changes a bit when deterministic.
-    Raises ValueError for shapes, dtypes or options outside this.
+    parallel_splits: one program per split; None chooses by the amount of work and never changes a bit when
+    deterministic. Raises ValueError for shapes, dtypes or options outside this.
     """
     _check(q, k_cache, v_cache, batch, window, softcap, sinks, k_scale, v_scale)
     tokens, q_heads, head_dim = q.shape

@@ -1,10 +1,10 @@
 """Attention over paged KV: one kernel family for prefill, chunked prefill, decode and verification.
 
-A program owns a tile of BLOCK_M rows (query tokens × the query heads that share one KV head) of one sequence and walks the
-KV tiles at absolute positions 0, BLOCK_N, 2·BLOCK_N, …, with the online softmax in base 2. Positions are grouped into
-splits of a fixed length; each split has its own running maximum, sum and accumulator, and splits are merged in ascending
-order. Whether one program walks all splits (prefill) or one program takes each split and a second kernel merges them
-(decode) therefore changes no bit of a row: that is the deterministic mode.
+A program owns a tile of BLOCK_M rows (query tokens × the query heads that share one KV head) of one sequence and
+walks the KV tiles at absolute positions 0, BLOCK_N, 2·BLOCK_N, …, with the online softmax in base 2. Positions are
+grouped into splits of a fixed length; each split has its own running maximum, sum and accumulator, and splits are
+merged in ascending order. Whether one program walks all splits (prefill) or one program takes each split and a second
+kernel merges them (decode) therefore changes no bit of a row: that is the deterministic mode.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ def paged_attention_kernel(
     HAS_SCALES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Grid: (tokens // BLOCK_Q + sequences, KV heads, splits if SPLITS is PARTIAL else 1); BLOCK_Q = BLOCK_M // GROUP."""
+    """Grid: (tokens // BLOCK_Q + sequences, KV heads, splits if SPLITS is PARTIAL else 1).
+
+    BLOCK_Q = BLOCK_M // GROUP.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -264,7 +267,7 @@ def combine_splits_kernel(
     total_max = tl.full([1], float("-inf"), dtype=tl.float32)
     total_sum = tl.zeros([1], dtype=tl.float32)
     base = (token.to(tl.int64) * tl.num_programs(1) + head) * num_splits
-    for split in range(0, splits):
+    for split in range(splits):
         index = base + split + row
         acc = tl.load(partial_acc + index[:, None] * HEAD_PAD + dims[None, :])
         row_max = tl.load(partial_max + index)

@@ -1,7 +1,8 @@
 """Tile configurations per target: shipped as JSON beside this module, found by target, kernel and variant.
 
-`configs/<target>.json` maps "kernel/variant" to a tile; `configs/default.json` serves targets without a file of their own
-and kernels that a target's file leaves out. The default tiles fit the smallest shared memory of any target (64 KiB).
+`configs/<target>.json` maps "kernel/variant" to a tile; `configs/default.json` serves targets without a file of their
+own and kernels that a target's file leaves out. The default tiles fit the smallest shared memory of any target (64
+KiB).
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def _device_target() -> str:
 
 
 def check_fp8(dtype: torch.dtype) -> None:
-    """Raises ValueError unless the target in use has an e4m3 with the bits of `dtype`; the interpreter takes every form."""
+    """Raises ValueError unless the target in use has an e4m3 with the bits of `dtype`.
+
+    The interpreter takes every form.
+    """
     name = current_target()
     target = TARGETS.get(name)
     if target is None:

@@ -1,8 +1,9 @@
 """Corrections to Triton's CPU interpreter, so that kernels run there as written.
 
-The interpreter of Triton 3.9 keeps bf16 as uint16 and fp8 as uint8 and multiplies those integers in `tl.dot`; it truncates
-where a device rounds to nearest even, and its round-to-nearest loses the carry into the exponent. The kernels stay free of
-work-arounds: the interpreter's builder is corrected instead, only when TRITON_INTERPRET=1 is set.
+The interpreter of Triton 3.9 keeps bf16 as uint16 and fp8 as uint8 and multiplies those integers in `tl.dot`; it
+truncates where a device rounds to nearest even, and its round-to-nearest loses the carry into the exponent. The
+kernels stay free of work-arounds: the interpreter's builder is corrected instead, only when TRITON_INTERPRET=1 is
+set.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from kernels.triton.interpreter import correct_interpreter
 correct_interpreter()
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-# Programs that a split-K launch aims at: the multiprocessors of a large GPU. A constant, so that it is the same everywhere.
+# Programs that a split-K launch aims at: the multiprocessors of a large GPU. A constant, so that it is the same
+# everywhere.
 SPLIT_K_PROGRAMS = 128
 # Shortest K that a split is worth.
 MIN_SPLIT = 512

@@ -1,4 +1,5 @@
-"""Position-keyed noise on the device: Philox4x32-10 (Salmon et al., SC 2011), bit-equal in words and uniforms to tandem.lm.noise.
+"""Position-keyed noise on the device: Philox4x32-10 (Salmon et al., SC 2011), bit-equal in words and uniforms to
+tandem.lm.noise.
 
 Key = the 64-bit seed, counter = (output position, token id, choice, purpose); the first output word gives
 u = (word >> 9 + 0.5) · 2⁻²³ and the noise −log(−log u), in fp64 rounded to fp32: an fp32 logarithm by hardware has no
@@ -78,7 +79,10 @@ def noise(
     choices: torch.Tensor,
     purposes: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox words (int32 bits), uniforms and Gumbel noise (fp32) for vectors of counters; seeds are int64, the rest int32."""
+    """Philox words (int32 bits), uniforms and Gumbel noise (fp32) for vectors of counters.
+
+    Seeds are int64, the rest int32.
+    """
     count = seeds.numel()
     words = torch.empty(count, dtype=torch.int32, device=seeds.device)
     uniforms = torch.empty(count, dtype=torch.float32, device=seeds.device)

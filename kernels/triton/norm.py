@@ -1,4 +1,7 @@
-"""RMSNorm, with the residual addition fused, and the gated activations of MLPs. Arithmetic is fp32, one program per row."""
+"""RMSNorm, with the residual addition fused, and the gated activations of MLPs.
+
+Arithmetic is fp32, one program per row.
+"""
 
 from __future__ import annotations
 

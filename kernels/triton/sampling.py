@@ -1,4 +1,6 @@
-"""Logits processing and sampling on the device: sparse edits, allowed-token masks, Gumbel sampling, log-probabilities."""
+"""Logits processing and sampling on the device: sparse edits, allowed-token masks, Gumbel sampling, log-
+probabilities.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ GUMBEL_MAX = tl.constexpr(16.7)
 class RowParams:
     """Sampling parameters of each row, on the device. fp32 [R] unless said.
 
-    top_ks, positions (output position of the sampled token), choices, purposes: int32; seeds: int64 with the seed's bits.
+    top_ks, positions (output position of the sampled token), choices, purposes: int32; seeds: int64 with the seed's
+    bits.
     """
 
     temperatures: torch.Tensor
@@ -113,7 +116,10 @@ def sample_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Best token of one chunk of one row, with noise unless temperature is 0; ties to the lowest id. Grid: (rows, chunks)."""
+    """Best token of one chunk of one row, with noise unless temperature is 0; ties to the lowest id.
+
+    Grid: (rows, chunks).
+    """
     index = tl.program_id(0)
     chunk = tl.program_id(1)
     row = logits + index.to(tl.int64) * stride_logits
@@ -246,14 +252,18 @@ def draw(logits: torch.Tensor, params: RowParams, thresholds: torch.Tensor, last
 def sample(logits: torch.Tensor, params: RowParams) -> torch.Tensor:
     """Temperature, min_p, top-k, top-p, Gumbel noise, argmax over processed logits [R, V] (fp32, rows contiguous).
 
-    Temperature 0 takes the argmax. Returns int32 [R]; −1 for a row without an allowed token, −2 for one with NaN or +inf.
+    Temperature 0 takes the argmax. Returns int32 [R]; −1 for a row without an allowed token, −2 for one with NaN or
+    +inf.
     """
     thresholds, last_ties = truncate(logits, params.temperatures, params.min_ps, params.top_ks, params.top_ps)
     return draw(logits, params, thresholds, last_ties)
 
 
 def token_scores(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-softmax (fp32 [R]) and rank from 1 (int32 [R]) of tokens [R] under raw logits [R, V]; equal logits rank by id."""
+    """Log-softmax (fp32 [R]) and rank from 1 (int32 [R]) of tokens [R] under raw logits [R, V].
+
+    Equal logits rank by id.
+    """
     rows, vocab = logits.shape
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)

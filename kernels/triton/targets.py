@@ -1,7 +1,7 @@
 """Compilation targets: what each GPU can do, so that a configuration that cannot run is refused before it is compiled.
 
-Shared-memory limits are per thread block, in bytes: CUDA programming guide, table of compute capabilities (opt-in maximum);
-gfx942: 64 KiB of LDS.
+Shared-memory limits are per thread block, in bytes: CUDA programming guide, table of compute capabilities (opt-in
+maximum); gfx942: 64 KiB of LDS.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which tokens of a row survive min_p, top-k and top-p: a threshold per row, found without a sort.
 
-Logits become unsigned keys that order like the floats. The k-th largest key, or the key at which the mass reaches top_p,
-is found by eight passes of a 16-way search, four bits each; what is summed (ones or probabilities) is the only difference.
-A row's survivors are the keys above its threshold, and those equal to it up to a token id: ties go to the lowest ids.
+Logits become unsigned keys that order like the floats. The k-th largest key, or the key at which the mass reaches
+top_p, is found by eight passes of a 16-way search, four bits each; what is summed (ones or probabilities) is the only
+difference. A row's survivors are the keys above its threshold, and those equal to it up to a token id: ties go to the
+lowest ids.
 """
 
 from __future__ import annotations

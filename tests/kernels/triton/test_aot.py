@@ -1,4 +1,6 @@
-"""Compilation for GPUs that are not there, in a process without the interpreter: a named set per run, the rest when slow."""
+"""Compilation for GPUs that are not there, in a process without the interpreter: a named set per run, the rest when
+slow.
+"""
 
 from __future__ import annotations
 

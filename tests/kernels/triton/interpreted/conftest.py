@@ -1,7 +1,7 @@
 """These tests run kernels in Triton's interpreter, which must be chosen before triton is imported.
 
-Without TRITON_INTERPRET=1 nothing here is collected; tests/kernels/triton/test_interpreted.py runs the folder in a process
-of its own. By hand: TRITON_INTERPRET=1 pytest tests/kernels/triton/interpreted
+Without TRITON_INTERPRET=1 nothing here is collected; tests/kernels/triton/test_interpreted.py runs the folder in a
+process of its own. By hand: TRITON_INTERPRET=1 pytest tests/kernels/triton/interpreted
 """
 
 from __future__ import annotations

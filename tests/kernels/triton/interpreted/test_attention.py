@@ -98,7 +98,10 @@ def test_rows_behind_the_last_sequence_stay() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"window": 50, "softcap": 3.0}])
 def test_deterministic_mode_is_batch_invariant(dtype: torch.dtype, options: dict[str, float]) -> None:
-    """The last rows of a sequence: in one prefill, in verification beside others, alone; splits in order and parallel."""
+    """The last rows of a sequence: in one prefill, in verification beside others, alone.
+
+    Splits in order and parallel.
+    """
     case = paged_case([70, 7, 33], [70, 7, 4], q_heads=2, kv_heads=1, dtype=dtype)
     batch = case.batch
     launch = {"scale": 0.125, "split_size": 32, "config": SMALL, **options}
