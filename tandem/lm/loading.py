@@ -81,7 +81,7 @@ def kv_budget(settings: RunnerSettings) -> int:
     return settings.kv_cache_bytes or min(_GIB, memory_limit() // 4)
 
 
-def load_model(settings: RunnerSettings, progress: Progress | None = None) -> Loaded:
+def load_model(settings: RunnerSettings, progress: Progress) -> Loaded:
     """Loads weights on the first path that runs this model rightly.
 
     Raises:
@@ -95,7 +95,8 @@ def load_model(settings: RunnerSettings, progress: Progress | None = None) -> Lo
         )
     source = open_source(settings.model_path)
     try:
-        model = _native(settings, source, progress)
+        digest = source.digest()
+        model = _native(settings, source, digest, progress)
         config = source.config
         return Loaded(
             model=model,
@@ -103,7 +104,7 @@ def load_model(settings: RunnerSettings, progress: Progress | None = None) -> Lo
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             max_model_len=max_model_len(settings, config.max_position),
-            model_digest=source.digest(),
+            model_digest=digest,
             threads=cpu_threads(settings),
         )
     finally:
@@ -117,14 +118,14 @@ def max_model_len(settings: RunnerSettings, max_position: int) -> int:
     return settings.max_model_len or max_position
 
 
-def _native(settings: RunnerSettings, source: WeightSource, progress: Progress | None) -> Model:
+def _native(settings: RunnerSettings, source: WeightSource, digest: str, progress: Progress) -> Model:
     """The compiled kernels where they can, else plain torch."""
     from tandem.lm.models.native import NativeModel
 
     threads = cpu_threads(settings)
     if settings.device == "cpu" and settings.kernels != "torch":
         try:
-            return _compiled(settings, source, threads, progress)
+            return _compiled(settings, source, digest, threads, progress)
         except UnsupportedModel as error:
             if settings.kernels == "native":
                 raise
@@ -134,7 +135,7 @@ def _native(settings: RunnerSettings, source: WeightSource, progress: Progress |
     return NativeModel(source, dtype, torch.device(settings.device), progress)
 
 
-def _compiled(settings: RunnerSettings, source: WeightSource, threads: int, progress: Progress | None) -> Model:
+def _compiled(settings: RunnerSettings, source: WeightSource, digest: str, threads: int, progress: Progress) -> Model:
     try:
         from kernels import cpu
     except ImportError as error:
@@ -151,7 +152,8 @@ def _compiled(settings: RunnerSettings, source: WeightSource, threads: int, prog
     torch.set_num_threads(1)
     compiled.set_threads(threads)
     positions = max_model_len(settings, source.config.max_position)
-    return compiled.CompiledModel(source, settings.dtype, settings.numerics == "exact", positions, progress)
+    exact = settings.numerics == "exact"
+    return compiled.CompiledModel(source, settings.dtype, exact, positions, digest, progress)
 
 
 def numerics_id(settings: RunnerSettings, loaded: Loaded, kv_dtype: str) -> str:

@@ -36,7 +36,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(
         vocab_size=1000,
         hidden_size=96,
-        intermediate_size=200,
+        intermediate_size=192,
         num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=2,
@@ -48,7 +48,21 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def tiny(tiny_path: Path) -> Runner:
-    """The small random Llama with exact numerics on the torch path."""
-    return load_runner(RunnerSettings(tiny_path, numerics="exact", kernels="torch", threads=1, kv_cache_bytes=16 << 20))
+@pytest.fixture(scope="session", params=["torch-exact", "native-exact", "native-fast", "torch-bfloat16"])
+def tiny(tiny_path: Path, request: pytest.FixtureRequest) -> Runner:
+    """The small random Llama on each path."""
+    kernels, mode = request.param.split("-")
+    if kernels == "native":
+        cpu = pytest.importorskip("kernels.cpu")
+        if not cpu.available():
+            pytest.skip(cpu.reason())
+    return load_runner(
+        RunnerSettings(
+            tiny_path,
+            numerics="exact" if mode == "exact" else "fast",
+            dtype="bfloat16" if mode == "bfloat16" else "auto",
+            kernels=kernels,
+            threads=1,
+            kv_cache_bytes=16 << 20,
+        )
+    )

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from kernels import cpu
 from kernels.cpu.decoder import Decoder, DecoderModel, KvCache, LayerWeights
-from kernels.cpu.tiles import Kind, Source, TileWeight, pack, pack_float
+from kernels.cpu.tile_cache import Entry, open_tiles, write_tiles
+from kernels.cpu.tiles import LAYOUT_VERSION, Kind, Source, TileWeight, exact_kind, pack
 from tandem.lm.batch import KV, StepBatch
 from tandem.lm.config import ModelConfig, UnsupportedModel
 from tandem.lm.models.native import rotary_tables
-from tandem.lm.weights import WeightSource
+from tandem.lm.weights import RawTensor, WeightSource
+from tandem.paths import cache_dir
 
-_SOURCES = {int(source) for source in Source}
-# One hidden or logit row per row of a step at most.
+log = logging.getLogger(__name__)
+
+_SOURCES = {source.name: source for source in Source}
 _NAMES = ("q", "k", "v", "o", "gate", "up", "down")
+_Tiles = dict[str, TileWeight]
 
 
 class CompiledKV:
@@ -47,10 +53,11 @@ class CompiledModel:
         dtype: str,
         exact: bool,
         positions: int,
-        progress: Callable[[int, int], None] | None = None,
+        digest: str,
+        progress: Callable[[int, int], None],
     ) -> None:
         """dtype: "auto" keeps each matrix as the file has it; "float32" and "bfloat16" convert. positions: the longest
-        sequence.
+        sequence. digest: of the weights, names the tile file.
 
         Raises:
             UnsupportedModel: the kernels do not know this model; the message says why.
@@ -62,7 +69,7 @@ class CompiledModel:
         self.dtype_name = "float32" if self._kind is Kind.F32 else dtype
         self.default_kv_dtype = "float32" if exact else "bfloat16"
         self._positions = positions
-        self._model = self._build(source, progress)
+        self._model = self._build(source, self._all_tiles(source, digest, progress))
         tiles = {id(tile): tile for tile in self._tiles()}
         self.weight_bytes = sum(tile.nbytes for tile in tiles.values())
 
@@ -70,7 +77,7 @@ class CompiledModel:
         layers = [getattr(layer, name) for layer in self._model.layers for name in _NAMES]
         return [self._model.embed, self._model.head, *layers]
 
-    def _build(self, source: WeightSource, progress: Callable[[int, int], None] | None) -> DecoderModel:
+    def _build(self, source: WeightSource, tiles: _Tiles) -> DecoderModel:
         config = source.config
         tables = {
             rope: tuple(part.numpy() for part in table.table(self._positions))
@@ -79,15 +86,11 @@ class CompiledModel:
         half = (self._positions, config.rotary_dim // 2)
         # A layer without rope turns by nothing.
         unturned = (np.ones(half, np.float32), np.zeros(half, np.float32))
-        embed = self._tile(source, "embed")
         layers = []
         for layer in range(config.num_layers):
             rope = config.layer_rope(layer)
             cos, sin = unturned if rope is None else tables[rope]
-            layers.append(self._layer(source, layer, cos, sin))
-            if progress is not None:
-                progress(layer + 1, config.num_layers)
-        tied = config.tied_embeddings or not source.has("head.weight")
+            layers.append(_layer(source, tiles, layer, cos, sin))
         return DecoderModel(
             hidden=config.hidden_size,
             heads=config.num_heads,
@@ -97,8 +100,8 @@ class CompiledModel:
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
             eps=config.norm_eps,
-            embed=embed,
-            head=embed if tied else self._tile(source, "head"),
+            embed=tiles["embed"],
+            head=tiles.get("head", tiles["embed"]),
             final_norm=_norm(source, "norm"),
             layers=layers,
             activation=config.activation,
@@ -110,38 +113,63 @@ class CompiledModel:
             residual_scale=config.residual_scale,
         )
 
-    def _layer(self, source: WeightSource, layer: int, cos: np.ndarray, sin: np.ndarray) -> LayerWeights:
-        config, stem = source.config, f"layers.{layer}"
-        optional: dict[str, np.ndarray] = {}
-        if config.qk_norm:
-            optional |= {name: _norm(source, f"{stem}.{name}") for name in ("q_norm", "k_norm")}
-        if config.sandwich_norms:
-            optional |= {name: _norm(source, f"{stem}.{name}") for name in ("post_attn_norm", "post_mlp_norm")}
-        for name in _NAMES:
-            if source.has(f"{stem}.{name}.bias"):
-                optional[f"{name}_bias"] = source.tensor(f"{stem}.{name}.bias", torch.float32).numpy()
-        fields: dict[str, Any] = {name: self._tile(source, f"{stem}.{name}") for name in _NAMES}
-        return LayerWeights(
-            attn_norm=_norm(source, f"{stem}.attn_norm"),
-            mlp_norm=_norm(source, f"{stem}.mlp_norm"),
-            cos=cos,
-            sin=sin,
-            window=config.window(layer),
-            **fields,
-            **optional,
-        )
-
-    def _tile(self, source: WeightSource, name: str) -> TileWeight:
-        """The matrix `name`.weight in tiles: as stored if the kernels know the form, else in bf16 or fp32."""
-        raw = source.raw(f"{name}.weight")
+    def _tile_kind(self, source: WeightSource, raw: RawTensor | None) -> Kind:
+        """The form of a matrix: as stored if the kernels know it, else what dtype asks for, else bf16 or fp32."""
+        if self._kind is not None:
+            return self._kind
         if raw is not None and raw.ggml_type in _SOURCES:
-            rows, cols = raw.shape
-            return pack(Source(raw.ggml_type), np.ascontiguousarray(raw.data), rows, cols, self._kind)
-        values = source.tensor(f"{name}.weight", torch.float32).numpy()
-        kind = self._kind
-        if kind is None:
-            kind = Kind.F32 if source.config.torch_dtype == "float32" else Kind.BF16
-        return pack_float(values, kind)
+            return exact_kind(_SOURCES[raw.ggml_type])
+        return Kind.F32 if source.config.torch_dtype == "float32" else Kind.BF16
+
+    def _pack(self, source: WeightSource, name: str, out: np.ndarray | None = None) -> TileWeight:
+        raw = source.raw(f"{name}.weight")
+        kind = self._tile_kind(source, raw)
+        if raw is not None and raw.ggml_type in _SOURCES:
+            return pack(
+                _SOURCES[raw.ggml_type], np.ascontiguousarray(raw.data), raw.shape[0], raw.shape[1], kind, out=out
+            )
+        values = np.ascontiguousarray(source.tensor(f"{name}.weight", torch.float32).numpy())
+        return pack(Source.F32, values, values.shape[0], values.shape[1], kind, out=out)
+
+    def _all_tiles(self, source: WeightSource, digest: str, progress: Callable[[int, int], None]) -> _Tiles:
+        """Tiles of all matrices; of a GGUF file they come from a file that the engines of a machine share."""
+        names = _matrix_names(source)
+        raws = [source.raw(f"{name}.weight") for name in names]
+        if self._kind is None and all(raw is not None for raw in raws):
+            entries = [
+                Entry(name, *raw.shape, self._tile_kind(source, raw))
+                for name, raw in zip(names, raws, strict=True)
+                if raw is not None
+            ]
+            try:
+                return self._shared_tiles(source, digest, entries, progress)
+            except OSError as error:
+                log.warning("weights are packed for this process alone, no tile file can be kept: %s", error)
+        found = {}
+        for done, name in enumerate(names):
+            found[name] = self._pack(source, name)
+            progress(done + 1, len(names))
+        return found
+
+    def _shared_tiles(
+        self, source: WeightSource, digest: str, entries: list[Entry], progress: Callable[[int, int], None]
+    ) -> _Tiles:
+        path = cache_dir() / "tiles" / f"{digest}-v{LAYOUT_VERSION}.tiles"
+        if found := open_tiles(path, entries):
+            return found
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            # Another engine may have written it meanwhile.
+            if found := open_tiles(path, entries):
+                return found
+            with write_tiles(path, entries) as buffers:
+                for done, (name, out) in enumerate(buffers.items()):
+                    self._pack(source, name, out)
+                    progress(done + 1, len(buffers))
+        found = open_tiles(path, entries)
+        if found is None:
+            raise OSError(f"{path} cannot be read back")
+        return found
 
     def kv_block_bytes(self, block_size: int, kv_dtype: str) -> int:
         model = self._model
@@ -176,6 +204,35 @@ class CompiledModel:
             logits=logits,
             hidden=hidden,
         )
+
+
+def _matrix_names(source: WeightSource) -> list[str]:
+    """Names of all matrices, without .weight."""
+    tied = source.config.tied_embeddings or not source.has("head.weight")
+    layers = [f"layers.{layer}.{name}" for layer in range(source.config.num_layers) for name in _NAMES]
+    return ["embed", *layers] if tied else ["embed", "head", *layers]
+
+
+def _layer(source: WeightSource, tiles: _Tiles, layer: int, cos: np.ndarray, sin: np.ndarray) -> LayerWeights:
+    config, stem = source.config, f"layers.{layer}"
+    optional: dict[str, np.ndarray] = {}
+    if config.qk_norm:
+        optional |= {name: _norm(source, f"{stem}.{name}") for name in ("q_norm", "k_norm")}
+    if config.sandwich_norms:
+        optional |= {name: _norm(source, f"{stem}.{name}") for name in ("post_attn_norm", "post_mlp_norm")}
+    for name in _NAMES:
+        if source.has(f"{stem}.{name}.bias"):
+            optional[f"{name}_bias"] = source.tensor(f"{stem}.{name}.bias", torch.float32).numpy()
+    matrices = {name: tiles[f"{stem}.{name}"] for name in _NAMES}
+    return LayerWeights(
+        attn_norm=_norm(source, f"{stem}.attn_norm"),
+        mlp_norm=_norm(source, f"{stem}.mlp_norm"),
+        cos=cos,
+        sin=sin,
+        window=config.window(layer),
+        **matrices,  # type: ignore[arg-type]
+        **optional,  # type: ignore[arg-type]
+    )
 
 
 def _norm(source: WeightSource, name: str) -> np.ndarray:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import gguf
 import numpy as np
 import torch
 
 from tandem.lm.config_gguf import from_gguf
 from tandem.lm.weights.source import RawTensor, WeightError, file_digest
+from tandem.models.gguf_index import GgufError, GgufTensor, load_index
 
 _GLOBAL = {"embed": "token_embd", "norm": "output_norm", "head": "output", "rope_freqs": "rope_freqs"}
 _LAYER = {
@@ -37,29 +36,18 @@ _PERMUTED = {"llama", "granite", "smollm3"}
 
 
 class GgufSource:
-    """WeightSource over one GGUF file."""
+    """WeightSource over one GGUF file, mapped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._reader = gguf.GGUFReader(path)
-        except (ValueError, OSError) as error:
-            raise WeightError(f"{path.name}: not a readable GGUF file ({error})") from error
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self.stored_bytes = sum(int(tensor.n_bytes) for tensor in self._reader.tensors)
-        self._check_extent()
-        self.config = from_gguf(self.metadata, self._tensors.__contains__)
-
-    def _check_extent(self) -> None:
-        size = self.path.stat().st_size
-        for tensor in self._reader.tensors:
-            if int(tensor.data_offset) + int(tensor.n_bytes) > size:
-                raise WeightError(f"{self.path.name}: tensor {tensor.name} ends beyond the file ({size} bytes)")
-
-    def metadata(self, key: str) -> Any:
-        """Value of a metadata key, or None."""
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
+            index = load_index(path)
+        except GgufError as error:
+            raise WeightError(str(error)) from error
+        self._tensors = index.tensors
+        self._map: np.ndarray | None = np.memmap(path, dtype=np.uint8, mode="r")
+        self.stored_bytes = sum(tensor.nbytes for tensor in index.tensors.values())
+        self.config = from_gguf(index.metadata.get, self._tensors.__contains__)
 
     def _stored(self, name: str) -> tuple[str, int | None]:
         """Name in the file and, for an expert, its index in the stacked tensor."""
@@ -75,15 +63,23 @@ class GgufSource:
     def has(self, name: str) -> bool:
         return self._stored(name)[0] in self._tensors
 
-    def _data(self, name: str) -> tuple[Any, np.ndarray]:
-        """The reader's tensor and its data with the outer dimension first, rows in the model's order."""
+    def _data(self, name: str) -> tuple[GgufTensor, np.ndarray]:
+        """The tensor's entry and its bytes, uint8 [rows, bytes per row], rows in the model's order.
+
+        A vector has one row per element.
+        """
         stored, expert = self._stored(name)
-        tensor = self._tensors.get(stored)
-        if tensor is None:
+        entry = self._tensors.get(stored)
+        if entry is None or self._map is None:
             raise WeightError(f"{self.path.name}: tensor {stored} is missing")
-        data = tensor.data if expert is None else tensor.data[expert]
-        order = self._row_order(name, len(data))
-        return tensor, data if order is None else data[order]
+        data = self._map[entry.offset : entry.offset + entry.nbytes]
+        if expert is not None:
+            size = entry.nbytes // entry.shape[0]
+            data = data[expert * size : (expert + 1) * size]
+        rows = entry.shape[0] if len(entry.shape) == 1 else entry.shape[-2]
+        data = data.reshape(rows, -1)
+        order = self._row_order(name, rows)
+        return entry, data if order is None else data[order]
 
     def _row_order(self, name: str, rows: int) -> np.ndarray | None:
         """Rows of q and k from interleaved to half-split RoPE order; None: as stored."""
@@ -97,23 +93,25 @@ class GgufSource:
         return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).reshape(-1)
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        tensor, data = self._data(name)
-        try:
-            values = gguf.quants.dequantize(np.ascontiguousarray(data), tensor.tensor_type)
-        except NotImplementedError as error:
-            raise WeightError(f"{self.path.name}: {tensor.name} has type {tensor.tensor_type.name}: {error}") from error
-        values = np.asarray(values, dtype=np.float32)
-        # F32 tensors come as views of the read-only map; the model must own its memory.
-        return torch.from_numpy(values if values.flags.writeable and values.base is None else values.copy()).to(dtype)
+        entry, data = self._data(name)
+        shape = entry.shape[-2:]
+        if entry.type == "F32":
+            values = data.copy().view(np.float32)
+        else:
+            import gguf
+
+            try:
+                values = gguf.quants.dequantize(np.ascontiguousarray(data), gguf.GGMLQuantizationType[entry.type])
+            except (NotImplementedError, KeyError) as error:
+                raise WeightError(f"{self.path.name}: {entry.name} has type {entry.type}: {error}") from error
+        return torch.from_numpy(np.asarray(values, dtype=np.float32).reshape(shape)).to(dtype)
 
     def raw(self, name: str) -> RawTensor | None:
-        tensor, data = self._data(name)
-        cols = int(tensor.shape[0])
-        rows = len(data)
-        return RawTensor(int(tensor.tensor_type), (rows, cols), data.view(np.uint8).reshape(rows, -1))
+        entry, data = self._data(name)
+        return RawTensor(entry.type, (len(data), entry.shape[-1]), data)
 
     def digest(self) -> str:
         return file_digest([self.path])
 
     def close(self) -> None:
-        self._tensors.clear()
+        self._map = None

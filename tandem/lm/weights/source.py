@@ -24,12 +24,12 @@ class WeightError(ValueError):
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A matrix as the file holds it: ggml type number, [rows, cols] in elements, and uint8 [rows, bytes per row].
+    """A matrix as the file holds it: ggml type name, [rows, cols] in elements, and uint8 [rows, bytes per row].
 
     Rows are already in the order of the model (un-permuted). `data` is a view of the mapped file where it can be.
     """
 
-    ggml_type: int
+    ggml_type: str
     shape: tuple[int, int]
     data: np.ndarray
 
