@@ -159,7 +159,8 @@ class Engine:
             score_prompt=valid.score_prompt,
         )
         job = Job(request, {})
-        stream = Stream(request, [], Outbox(self.settings.stream_buffer_bytes), message.attempt, message.output.receipt)
+        outbox = Outbox(self.settings.stream_buffer_bytes, merge=not message.output.single_tokens)
+        stream = Stream(request, [], outbox, message.attempt, message.output.receipt)
         hashes = hash_chain(valid.prompt, self.loop.scheduler.pool.block_size, request.salt)
         stream.outbox.put(self._accepted(message, valid, hashes))
         done = [
@@ -199,15 +200,15 @@ class Engine:
             choice.status = Status.FINISHED
             stream.earlier_tokens += len(resumed.ids)
             return None
-        output = ChoiceOutput(index, valid.rules, self.tokenizer, message.output.final_only)
+        shape = message.output
+        output = ChoiceOutput(index, valid.rules, self.tokenizer, shape.final_only, shape.single_tokens)
         stream.outputs[index] = output
         stream.unfinished += 1
-        tracker = StopTracker(choice, valid.rules, self.tokenizer)
-        job.trackers[index] = tracker
         matcher = grammar.copy() if grammar is not None else None
-        finish, text = self._replay(index, resumed, valid, tracker, matcher, output) if resumed.ids else (None, None)
         if matcher is not None:
             job.matchers[index] = matcher
+        tracker = job.trackers[index] = StopTracker(choice, valid.rules, self.tokenizer, matcher)
+        finish, text = self._replay(index, resumed, valid, tracker, output) if resumed.ids else (None, None)
         if finish is None:
             return None
         choice.status = Status.FINISHED
@@ -219,7 +220,6 @@ class Engine:
         resumed: Resumed,
         valid: Validated,
         tracker: StopTracker,
-        matcher: GrammarMatcher | None,
         output: ChoiceOutput,
     ) -> tuple[Finish | None, str | None]:
         """Brings tracker, grammar and output to where the emitted tokens had led."""
@@ -229,10 +229,6 @@ class Engine:
         finish, text = settled.finish, settled.text
         if len(settled.ids) < len(ids):
             raise invalid(f"{field}.emitted_ids", len(ids), f"the output ended after {len(settled.ids)} tokens")
-        if matcher is not None:
-            matcher.accept(ids)
-            if finish is None and matcher.complete:
-                finish, text = Finish("stop"), tracker.close(text)
         shown = ids if valid.rules.shows(finish) else ids[:-1]
         try:
             output.resume(shown, text, resumed.text_bytes_sent, len(ids))

@@ -21,7 +21,7 @@ from tandem.inference.v1 import inference_pb2 as pb
 from tandem.tokenizer import Tokenizer
 
 # Whitespace in JSON is free, but not endless: a small model could fill its whole budget with it.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,64}"}
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 _CACHED = 64
 _WORKERS = 2
 
@@ -109,7 +109,7 @@ class GrammarCompiler:
         self._stop_ids = frozenset(tokenizer.stop_token_ids)
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._limits = llguidance.LLParserLimits(verbose_errors=False, step_lexer_fuel=200_000, step_max_items=50_000)
+        self._limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
         self._native: llguidance.LLTokenizer | None = None
         self._cache: OrderedDict[bytes, GrammarMatcher] = OrderedDict()
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")

@@ -21,7 +21,7 @@ from engine_service.requests import Choice, Request, Status
 from engine_service.scheduler import Entry, Scheduler, StepPlan
 from engine_service.speculation import MAX_DRAFTS, Draft, SpecCandidate, SpeculationController
 from engine_service.stats import LoopStats
-from engine_service.text import Finish, Settled, StopTracker
+from engine_service.text import Settled, StopTracker
 from tandem.errors import TandemError
 from tandem.lm.block_pool import KvChange
 from tandem.lm.types import Runner, Slice, SliceOutput, TokenScore
@@ -323,24 +323,19 @@ class StepLoop:
         if out.prompt_scores is not None and choice.wants_scores:
             self._add_scores(job, entry, out.prompt_scores)
         index = choice.sequence.choice
-        settled = job.trackers[index].settle(out.token_ids) if entry.samples else Settled([], None, None)
-        finish, text = settled.finish, settled.text
-        matcher = job.matchers.get(index)
-        if matcher is not None and settled.ids:
-            try:
-                matcher.accept(settled.ids)
-            except TandemError as error:
-                self._fail(request, error)
-                self.scheduler.commit(entry, (), 0, False)
-                return
-            if finish is None and matcher.complete:
-                finish, text = Finish("stop"), job.trackers[index].close(text)
+        try:
+            settled = job.trackers[index].settle(out.token_ids) if entry.samples else Settled([], None, None)
+        except TandemError as error:
+            self._fail(request, error)
+            self.scheduler.commit(entry, (), 0, False)
+            return
+        finish = settled.finish
         accepted = min(out.accepted, len(settled.ids))
         self.scheduler.commit(entry, settled.ids, accepted, finish is not None)
         self._account(entry, drafts, settled.ids, accepted, now)
         if settled.ids or finish is not None:
             scores = out.scores[: len(settled.ids)] if out.scores is not None else None
-            update = ChoiceUpdate(index, settled.ids, scores, accepted, text, finish)
+            update = ChoiceUpdate(index, settled.ids, scores, accepted, settled.text, finish)
             self._report_of(request).updates.append(update)
         if finish is not None:
             self._forget(choice)

@@ -25,8 +25,9 @@ def merge_delta(into: pb.Delta, more: pb.Delta) -> None:
 class Outbox:
     """Events of one stream in order. Deltas of a choice that nobody has read yet become one delta."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, merge: bool = True) -> None:
         self._limit = limit_bytes
+        self._merge = merge
         self._events: list[pb.GenerateEvent] = []
         self._open: dict[int, pb.Delta] = {}
         self._bytes = 0
@@ -51,7 +52,7 @@ class Outbox:
                 self.on_overflow()
             return False
         kind = event.WhichOneof("event")
-        if kind == "delta" and event.delta.choice in self._open:
+        if kind == "delta" and self._merge and event.delta.choice in self._open:
             merge_delta(self._open[event.delta.choice], event.delta)
         else:
             self._events.append(event)

@@ -33,6 +33,22 @@ class ChoiceUpdate:
     finish: Finish | None
 
 
+def singles(update: ChoiceUpdate) -> list[ChoiceUpdate]:
+    """The same update as one per token. Text that was made for all of them comes with the last."""
+    last = len(update.ids) - 1
+    return [
+        ChoiceUpdate(
+            update.choice,
+            [token],
+            None if update.scores is None else [update.scores[number]],
+            int(number < update.accepted),
+            update.text if number == last or update.text is None else "",
+            update.finish if number == last else None,
+        )
+        for number, token in enumerate(update.ids)
+    ]
+
+
 def to_logprob(score: TokenScore) -> pb.TokenLogprob:
     return pb.TokenLogprob(
         id=score.id,
@@ -52,7 +68,9 @@ def prompt_event(first_token: int, scores: Sequence[TokenScore]) -> pb.GenerateE
 class ChoiceOutput:
     """Offsets, text and held-back deltas of one choice."""
 
-    def __init__(self, index: int, rules: StopRules, tokenizer: Tokenizer, final_only: bool) -> None:
+    def __init__(
+        self, index: int, rules: StopRules, tokenizer: Tokenizer, final_only: bool, single_tokens: bool = False
+    ) -> None:
         self.index = index
         self._rules = rules
         # Where there are stop strings the step thread has read the text already.
@@ -61,6 +79,7 @@ class ChoiceOutput:
         self._text_bytes = 0
         self._carry = ""
         self._final_only = final_only
+        self._single_tokens = single_tokens
         self._held: pb.Delta | None = None
 
     @property
@@ -90,6 +109,8 @@ class ChoiceOutput:
 
     def events(self, update: ChoiceUpdate) -> list[pb.GenerateEvent]:
         """The events that this update gives rise to, in order."""
+        if self._single_tokens and len(update.ids) > 1:
+            return [event for single in singles(update) for event in self.events(single)]
         delta = self._delta(update)
         events = []
         if self._final_only:

@@ -1,8 +1,8 @@
 """Decides what each step computes. Pure: state and events in, a StepPlan out; no tensors, clock, input or output.
 
-There are no phases: every running choice owes `remaining` tokens of KV. A step spends one token budget: choices that owe
-one token (they decode) come first and may add drafts; what is left goes to prefill chunks, then to admissions from the
-queue.
+There are no phases: every running choice owes `remaining` tokens of KV. A step spends one token budget: choices that
+owe one token (they decode) come first and may add drafts; then the queue's head is admitted; what is left of the budget
+goes to prefill chunks.
 
 Policy is one static key per request, smaller is served sooner. fcfs: arrival. priority: arrival + priority × age
 seconds, so a request of lower rank overtakes after it has waited that much longer, and nothing starves. When blocks run
@@ -168,8 +168,8 @@ class Scheduler:
         """Plans one step. drafts: guesses by sequence id, which may be cut to what budget and memory allow."""
         self._entries, self._preempted = {}, []
         self._plan_decodes(drafts or {})
-        self._plan_prefills()
         self._admit()
+        self._plan_prefills()
         self._top_up()
         entries, self._entries = list(self._entries.values()), {}
         return StepPlan(entries, self._preempted)
@@ -190,17 +190,21 @@ class Scheduler:
                 for_drafts -= len(entry.drafts)
 
     def _plan_prefills(self) -> None:
-        """Chunks for running choices that owe more than one token: the one with least left first."""
-        pending = [choice for choice in self.running if choice.remaining > 1]
+        """Chunks for the other running choices: the one with least left first (under `priority` within its rank)."""
+        pending = [choice for choice in self.running if choice.sequence.id not in self._entries]
         if not pending:
             return
         oldest = min(pending, key=self.key)
         reserved = max(1, self._left() // OLDEST_SHARE) if len(pending) > 1 else 0
-        for choice in sorted(pending, key=lambda c: (c.remaining, self.key(c))):
+        for choice in sorted(pending, key=self._prefill_key):
             if choice is oldest:
                 reserved = 0
             if choice.status is Status.RUNNING:
                 self._chunk(choice, min(self.config.prefill_chunk, self._left() - reserved))
+
+    def _prefill_key(self, choice: Choice) -> tuple[int, int, Key]:
+        rank = choice.request.priority if self.config.policy == "priority" else 0
+        return rank, choice.remaining, self.key(choice)
 
     def _top_up(self) -> None:
         """Lets prefills exceed their cap when nobody decodes and budget is left."""
@@ -242,7 +246,6 @@ class Scheduler:
                 return
             self.waiting.pop(0)
             self._start(choice, matched)
-            self._chunk(choice, min(self.config.prefill_chunk, self._left()))
 
     def _match(self, choice: Choice) -> list[int]:
         if choice.wants_scores or not self.pool.caching:

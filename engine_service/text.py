@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine_service.grammar import GrammarMatcher
 from engine_service.requests import Choice
 from tandem.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -116,17 +117,26 @@ class Settled:
 
 
 class StopTracker:
-    """Decides in the step thread, for one choice, where its output ends. Reads text only if there are stop strings."""
+    """Decides in the step thread, for one choice, where its output ends. Reads text only if there are stop strings.
 
-    def __init__(self, choice: Choice, rules: StopRules, tokenizer: Tokenizer) -> None:
+    It feeds the choice's grammar, because a complete grammar ends the output too.
+    """
+
+    def __init__(
+        self, choice: Choice, rules: StopRules, tokenizer: Tokenizer, matcher: GrammarMatcher | None = None
+    ) -> None:
         self._choice = choice
         self._rules = rules
+        self._matcher = matcher
         self._text = rules.text_stream(tokenizer) if rules.stops else None
 
     def settle(self, ids: list[int], count: int | None = None) -> Settled:
         """Cuts newly sampled ids at the first stop id, completed stop string, or limit.
 
         count: output tokens before them; by default what the sequence holds.
+
+        Raises:
+            TandemError: GRAMMAR, if the grammar refuses a token or is too complex to go on.
         """
         count = self._choice.sequence.output_len if count is None else count
         kept: list[int] = []
@@ -137,11 +147,15 @@ class StopTracker:
             kept.append(token)
             if token in self._rules.stop_ids and count > self._rules.min_tokens:
                 finish = Finish("stop", stop_token_id=token)
+            if self._matcher is not None:
+                self._matcher.accept((token,))
             if self._text is not None and text is not None and self._rules.shows(finish):
                 piece, matched = self._text.push(token, count)
                 text += piece
                 if matched is not None:
                     finish = Finish("stop", stop_string=matched)
+            if finish is None and self._matcher is not None and self._matcher.complete:
+                finish = Finish("stop")
             if finish is None and count >= self._choice.max_output:
                 finish = Finish("length")
             if finish is not None:
@@ -149,7 +163,3 @@ class StopTracker:
         if finish is not None and finish.stop_string is None and self._text is not None and text is not None:
             text += self._text.end()
         return Settled(kept, finish, text)
-
-    def close(self, text: str | None) -> str | None:
-        """Text at an end that came from elsewhere (the grammar)."""
-        return text if self._text is None or text is None else text + self._text.end()

@@ -40,7 +40,7 @@ def hashed_next(vocab_size: int) -> NextToken:
 
 
 def scripted(text: str, end: int = EOS, prompt_len: int | None = None) -> NextToken:
-    """Says the bytes of `text` after any prompt of `prompt_len` tokens (or of the ids up to the last EOT), then `end`."""
+    """Says the bytes of `text` after any prompt of `prompt_len` tokens (or all up to the last EOT), then `end`."""
     data = text.encode()
 
     def next_token(prefix: list[int], params: SamplingParams, choice: int) -> int:
