@@ -105,7 +105,7 @@ def build_request(
         tokenizer_digest=loaded.digest,
         sampling=sampling_params(body, loaded, vocab),
         stop=stop_conditions(body, max_tokens, vocab),
-        output=pb.OutputOptions(final_only=not body.stream),
+        output=pb.OutputOptions(final_only=not body.stream, single_tokens=bool(body.stream and body.continuous_usage)),
         n=n,
         cache_salt=cache_salt(context.key, body.cache_salt, gateway.settings.share_cache),
         tenant=context.key.id if context.key else "",

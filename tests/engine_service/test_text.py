@@ -73,6 +73,20 @@ def test_outbox_joins_what_nobody_read() -> None:
     assert delta.text == "abc" and list(delta.ids) == [*b"abc"] and delta.drafted == 0b010
 
 
+def test_single_tokens_are_never_joined() -> None:
+    outbox = Outbox(100_000, merge=False)
+    output = ChoiceOutput(0, StopRules(), TOKENIZER, final_only=False, single_tokens=True)
+    for event in output.events(ChoiceUpdate(0, [*b"abc"], None, 2, None, Finish("length"))):
+        outbox.put(event)
+    deltas = [event.delta for event in outbox._events if event.WhichOneof("event") == "delta"]
+    assert [(list(delta.ids), delta.text, delta.token_offset, delta.drafted) for delta in deltas] == [
+        ([ord("a")], "a", 0, 1),
+        ([ord("b")], "b", 1, 1),
+        ([ord("c")], "c", 2, 0),
+    ]
+    assert outbox._events[-1].WhichOneof("event") == "finished"
+
+
 def test_drafted_bits_end_with_sixty_four() -> None:
     first, second = pb.Delta(ids=[1] * 40, drafted=1), pb.Delta(ids=[2] * 24, drafted=1)
     merge_delta(first, second)
