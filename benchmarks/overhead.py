@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -98,7 +99,7 @@ class BenchEngine(engine_pb2_grpc.EngineServiceServicer):
 async def serve_engine(address: str, tokens: int, step_s: float) -> None:
     server, health = rpc.server()
     engine = BenchEngine(tokens, step_s)
-    handler = grpc.unary_stream_rpc_method_handler(engine.generate)
+    handler: Any = grpc.unary_stream_rpc_method_handler(engine.generate)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("tandem.inference.v1.InferenceService", {"Generate": handler}),)
     )
@@ -125,22 +126,29 @@ async def one_stream(stub: inference_pb2_grpc.InferenceServiceStub, number: int)
     return first, gaps, messages
 
 
+async def client(stub: inference_pb2_grpc.InferenceServiceStub, number: int, rounds: int, offset_s: float) -> list[Any]:
+    """One client that asks again as soon as it has its answer; clients start a little apart."""
+    await asyncio.sleep(offset_s)
+    return [await one_stream(stub, 1000 * number + turn) for turn in range(rounds)]
+
+
 async def measure(address: str, path: str, streams: int, rounds: int, tokens: int, router_pid: int) -> Row:
-    """Runs `rounds` waves of `streams` streams."""
+    """Runs `streams` clients of `rounds` requests each."""
     process = psutil.Process(router_pid)
     ttfts: list[float] = []
     gaps: list[float] = []
     messages = 0
     async with rpc.channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        # Warm-up: connections, and the router's view of its own load.
         await asyncio.gather(*(one_stream(stub, number) for number in range(streams)))
         before = process.cpu_times()
-        for wave in range(rounds):
-            results = await asyncio.gather(*(one_stream(stub, wave * 1000 + number) for number in range(streams)))
-            for first, between, count in results:
-                ttfts.append(first)
-                gaps.extend(between)
-                messages += count
+        spread = 0.05 / streams
+        results = await asyncio.gather(*(client(stub, n, rounds, n * spread) for n in range(streams)))
+        for first, between, count in (stream for one in results for stream in one):
+            ttfts.append(first)
+            gaps.extend(between)
+            messages += count
         after = process.cpu_times()
     made = rounds * streams * tokens
     cpu = (after.user - before.user) + (after.system - before.system)
@@ -209,7 +217,7 @@ def serve_router(address: str, engines: str, policy: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], help="numbers of concurrent streams")
-    parser.add_argument("--rounds", type=int, default=3, help="waves of streams per cell")
+    parser.add_argument("--rounds", type=int, default=3, help="requests of each client")
     parser.add_argument("--tokens", type=int, default=64, help="tokens per stream")
     parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds between tokens")
     parser.add_argument("--policy", default="prefix_exact", help="routing policy")

@@ -15,13 +15,13 @@ MAX_WRITE_BYTES = 1024 * 1024
 
 
 class Pace:
-    """How long a stream waits between two writes: nothing while the process is idle, `max_s` when it is nearly full.
+    """How long a stream waits between two writes: nothing while the process has little to do, `max_s` when it is busy.
 
     `tick` is called regularly; it compares the process's CPU time with the wall clock.
     """
 
-    IDLE = 0.25
-    FULL = 0.75
+    IDLE = 0.15
+    FULL = 0.45
 
     def __init__(self, max_s: float) -> None:
         self._max_s = max_s
