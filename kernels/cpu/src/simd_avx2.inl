@@ -120,6 +120,10 @@ static inline void mulhilo(vi x, uint32_t m, vi* hi, vi* lo) {
   }
 }
 
+// Pins a value to a register here: the compiler may otherwise turn a chain of integer additions into a tree whose leaves
+// all spill.
+#define TD_KEEP(x) __asm__("" : "+x"(x))
+
 // Integer dot products of 16 outputs with R rows over inputs 4*P0 .. 4*P1 of a tile.
 // FOLD: steps of 4 inputs whose int16 pair sums can't overflow (u4: 8 steps reach 30,480; |w| <= 32: 4 reach 32,512).
 template <int R, int BITS, int FOLD, int P0, int P1>
@@ -141,6 +145,8 @@ static inline void dot_group(const uint8_t* t, const int8_t* const* x, vi* out) 
         __m256i v = _mm256_set1_epi32(word);
         a[r] = _mm256_add_epi16(a[r], _mm256_maddubs_epi16(la, v));
         b[r] = _mm256_add_epi16(b[r], _mm256_maddubs_epi16(lb, v));
+        TD_KEEP(a[r]);
+        TD_KEEP(b[r]);
       }
       la = _mm256_and_si256(_mm256_srli_epi16(wa, 4), low);
       lb = _mm256_and_si256(_mm256_srli_epi16(wb, 4), low);
@@ -151,6 +157,8 @@ static inline void dot_group(const uint8_t* t, const int8_t* const* x, vi* out) 
         __m256i v = _mm256_set1_epi32(word);
         a[r] = _mm256_add_epi16(a[r], _mm256_maddubs_epi16(la, v));
         b[r] = _mm256_add_epi16(b[r], _mm256_maddubs_epi16(lb, v));
+        TD_KEEP(a[r]);
+        TD_KEEP(b[r]);
       }
     }
     for (int r = 0; r < R; r++) out[r] = {_mm256_madd_epi16(a[r], ones), _mm256_madd_epi16(b[r], ones)};
@@ -174,9 +182,13 @@ static inline void dot_group(const uint8_t* t, const int8_t* const* x, vi* out) 
       if (FOLD == 1) {
         a[r] = _mm256_add_epi32(a[r], _mm256_madd_epi16(pa, ones));
         b[r] = _mm256_add_epi32(b[r], _mm256_madd_epi16(pb, ones));
+        TD_KEEP(a[r]);
+        TD_KEEP(b[r]);
       } else {
         sa[r] = _mm256_add_epi16(sa[r], pa);
         sb[r] = _mm256_add_epi16(sb[r], pb);
+        TD_KEEP(sa[r]);
+        TD_KEEP(sb[r]);
         if ((p - P0) % FOLD == FOLD - 1) {
           a[r] = _mm256_add_epi32(a[r], _mm256_madd_epi16(sa[r], ones));
           b[r] = _mm256_add_epi32(b[r], _mm256_madd_epi16(sb[r], ones));
