@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from draft_service.settings import DraftSettings
 from tandem.lm.proposers import CombinedProposer, NgramProposer, Proposer, SuffixProposer
 from tandem.settings import SettingsError
@@ -17,4 +19,32 @@ def _build(name: str, settings: DraftSettings) -> Proposer:
         return NgramProposer(tuple(int(part) for part in settings.ngram_lengths.split(",")))
     if name == "suffix":
         return SuffixProposer(min_match=settings.suffix_min_match, max_store_tokens=settings.suffix_store_tokens)
-    raise SettingsError(f"--proposers {name}: not available in this version")
+    if name == "table":
+        return _table(settings)
+    return _model(settings)
+
+
+def _table(settings: DraftSettings) -> Proposer:
+    from tandem.lm.proposers.table import TableError, TableProposer
+
+    if not settings.table:
+        raise SettingsError("--proposers names table, but --table names no file")
+    try:
+        return TableProposer.load(Path(settings.table))
+    except TableError as error:
+        raise SettingsError(f"--table {settings.table}: {error}") from error
+
+
+def _model(settings: DraftSettings) -> Proposer:
+    if not settings.model:
+        raise SettingsError("--proposers names model, but --model names none")
+    from tandem.lm.proposers.model import ModelProposer
+    from tandem.lm.runner import load_runner
+    from tandem.lm.runner_settings import RunnerSettings
+    from tandem.models.store import resolve
+
+    path = resolve(settings.model).path
+    runner = load_runner(
+        RunnerSettings(path, threads=settings.threads, kv_cache_bytes=settings.model_kv_bytes, max_num_seqs=64)
+    )
+    return ModelProposer(runner, settings.model_drafts)

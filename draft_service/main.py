@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from draft_service.build import build_proposer
@@ -44,12 +45,16 @@ async def _serve(settings: DraftSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     proposer = build_proposer(settings)
+    # A model takes milliseconds: its own thread keeps health and info alive.
+    executor = ThreadPoolExecutor(1, "propose") if "model" in settings.proposer_names else None
     epoch = secrets.randbits(64) or 1
     servicer = DraftServicer(
         proposer,
         settings.proposer_names,
         epoch,
         Limits(settings.max_sequences, settings.max_sequence_tokens),
+        vocab_size=max((getattr(part, "vocab_size", 0) for part in proposer.proposers), default=0),
+        executor=executor,
     )
     server, health = rpc.server()
     draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import resource
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 
 import grpc
@@ -57,11 +57,18 @@ class DraftServicer(rpc.DraftServiceServicer):
                     response = await loop.run_in_executor(self._executor, session.answer, question)
                 # The engine waits for this; what can wait comes after.
                 yield response
-                session.tidy()
+                self._later(session.tidy)
         finally:
             self._sessions.discard(session)
-            session.close()
+            self._later(session.close)
             log.info("engine disconnected")
+
+    def _later(self, work: Callable[[], None]) -> None:
+        """Runs it where proposers are called: one thread, in order."""
+        if self._executor is None:
+            work()
+        else:
+            self._executor.submit(work)
 
     async def GetDraftInfo(
         self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext

@@ -29,6 +29,8 @@ class DraftSettings(Settings):
     suffix_store: str = Field("", description="file to keep learnt outputs in between runs; empty keeps them in memory")
     table: str = Field("", description="trained n-gram table (.npz) for the proposer 'table'")
     model: str = Field("", description="model directory, .gguf or name for the proposer 'model'")
+    model_drafts: int = Field(5, ge=1, le=32, description="most tokens per guess of a model; each costs one pass")
+    model_kv_bytes: int = Field(134_217_728, ge=1, description="bytes of KV cache of a model proposer")
     max_sequences: int = Field(1024, ge=1, le=1_000_000, description="sequences held per engine; more are refused")
     max_sequence_tokens: int = Field(131_072, ge=1, description="tokens held per sequence; longer ones get no drafts")
     threads: int = Field(1, ge=1, le=1024, description="compute threads of a model proposer")
