@@ -154,6 +154,28 @@ def describe(
 _BODIES: dict[str, type[Body]] = {}
 
 
+_LIMITS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
+
+
+def _json_schema(model: type[Body]) -> dict[str, Any]:
+    """The model's JSON schema. pydantic leaves limits behind a validator under its own names; they get JSON's."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+
+    def rename(node: Any) -> None:
+        if isinstance(node, dict):
+            for ours, theirs in _LIMITS.items():
+                if isinstance(node.get(ours), (int, float)):
+                    node[theirs] = node.pop(ours)
+            for child in node.values():
+                rename(child)
+        elif isinstance(node, list):
+            for child in node:
+                rename(child)
+
+    rename(schema)
+    return schema
+
+
 def openapi_of(app: FastAPI) -> dict[str, Any]:
     """The document, built once."""
     if app.openapi_schema is None:
@@ -161,7 +183,7 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.update(ANSWERS)
         for name, model in _BODIES.items():
-            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schema = _json_schema(model)
             schemas.update(schema.pop("$defs", {}))
             schemas[name] = schema
         for unused in ("HTTPValidationError", "ValidationError"):

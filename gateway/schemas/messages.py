@@ -74,7 +74,7 @@ class MessagesBody(CountBody):
     service_tier: Any = no_effect()
     container: Any = refused("no code execution")
     mcp_servers: Any = refused("no MCP connector")
-    seed: Int | None = extension("Seed of the noise.", ge=-(2**63), lt=2**64)
+    seed: Int | None = extension("Seed of the noise.", ge=-(2**63), le=2**64 - 1)
     min_p: float | None = extension("As in chat.", ge=0, le=1)
     ignore_eos: bool | None = extension("As in chat.")
     cache_salt: str | None = extension("As in chat.", min_length=1, max_length=1024)

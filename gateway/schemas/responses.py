@@ -76,7 +76,7 @@ class ResponsesBody(Body):
     context_management: Any = refused("nothing is stored")
     moderation: Any = refused("no moderation model")
 
-    seed: Int | None = extension("Seed of the noise.", ge=-(2**63), lt=2**64)
+    seed: Int | None = extension("Seed of the noise.", ge=-(2**63), le=2**64 - 1)
     top_k: Int | None = extension("Keep the k likeliest tokens.", ge=-1, lt=2**31)
     min_p: float | None = extension("As in chat.", ge=0, le=1)
     stop: str | list[str] | None = extension("As in chat.")

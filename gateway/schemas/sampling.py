@@ -60,7 +60,7 @@ class SamplingBody(Body):
     n: Int | None = Field(None, ge=1, description="choices per prompt")
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
+    seed: Int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = None

@@ -187,8 +187,9 @@ def test_structured_outputs_under_all_names(stand: Stand) -> None:
     ):
         text = chat(stand, max_tokens=60, **given)["choices"][0]["message"]["content"]
         assert isinstance(json.loads(text)["a"], bool)
-    for given in ({"structured_outputs": {"choice": ["north", "south"]}}, {"guided_choice": ["north", "south"]}):
-        assert chat(stand, **given)["choices"][0]["message"]["content"] in ("north", "south")
+    options = ["north", "south"]
+    for fields in ({"structured_outputs": {"choice": options}}, {"guided_choice": options}):
+        assert chat(stand, **fields)["choices"][0]["message"]["content"] in ("north", "south")
     kinds = [request.structured.WhichOneof("kind") for request in stand.router.requests]
     assert kinds == ["json_schema"] * 3 + ["choice"] * 2
 

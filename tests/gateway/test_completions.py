@@ -91,7 +91,7 @@ def test_streamed_echo_with_logprobs_equals_the_plain_one(stand: Stand) -> None:
     plain = complete(stand, echo=True, logprobs=2)["choices"][0]["logprobs"]
     chunks = [c["choices"][0]["logprobs"] for c in streamed(stand, echo=True, logprobs=2)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert sum(((c or {}).get(name, []) for c in chunks), []) == plain[name]
+        assert [value for c in chunks for value in (c or {}).get(name, ())] == plain[name]
 
 
 def test_offsets_count_characters(stand: Stand) -> None:
