@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -103,13 +104,21 @@ def _run_workers(settings: RouterSettings) -> int:
     for worker in workers:
         worker.start()
 
+    told = False
+
     def pass_on(number: int, _frame: object) -> None:
+        nonlocal told
+        told = True
         for worker in workers:
             if worker.pid is not None and worker.is_alive():
                 os.kill(worker.pid, number)
 
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, pass_on)
+    # One that ends unasked takes the others with it: whoever started us starts us anew.
+    multiprocessing.connection.wait([worker.sentinel for worker in workers])
+    if not told:
+        pass_on(signal.SIGTERM, None)
     for worker in workers:
         worker.join()
     return max(abs(worker.exitcode or 0) for worker in workers)

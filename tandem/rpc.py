@@ -75,8 +75,8 @@ class Health:
 
 
 def server(extra: Sequence[tuple[str, object]] = ()) -> tuple[grpc.aio.Server, Health]:
-    """An aio server with health. Add servicers, then call `add_reflection`, bind and start."""
-    result = grpc.aio.server(options=[*SERVER_OPTIONS, *extra])
+    """An aio server with health; `extra` options win. Add servicers, then call `add_reflection`, bind and start."""
+    result = grpc.aio.server(options=list({**dict(SERVER_OPTIONS), **dict(extra)}.items()))
     status = Health()
     health_pb2_grpc.add_HealthServicer_to_server(status.servicer, result)
     return result, status
