@@ -182,3 +182,33 @@ def pack_gguf(blocks: torch.Tensor | np.ndarray, kind: str, in_features: int) ->
         return pack(codes, scales, 32, 4, zeros=torch.full_like(scales, 8.0))
     minimums = parts[..., 2:4].contiguous().view(torch.float16)[..., 0].T.contiguous()
     return pack(codes, scales, 32, 4, minimums=minimums)
+
+
+def concatenate(parts: list[PackedWeight]) -> PackedWeight | None:
+    """Weights with one input stacked along N; None when their forms differ or they order their inputs differently."""
+    first = parts[0]
+    forms = {
+        (part.bits, part.group_size, part.in_features, part.scales.dtype, part.zeros is None, part.minimums is None)
+        for part in parts
+    }
+    if len(forms) > 1 or any(part.permutation is not None for part in parts):
+        return None
+
+    def stack(name: str) -> torch.Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors, dim=1).contiguous()
+
+    codes, scales = stack("codes"), stack("scales")
+    if codes is None or scales is None:
+        return None
+    return PackedWeight(
+        codes,
+        scales,
+        stack("zeros"),
+        stack("minimums"),
+        None,
+        first.bits,
+        first.group_size,
+        sum(part.out_features for part in parts),
+        first.in_features,
+    )

@@ -18,6 +18,7 @@ from tandem.lm.batch import Model
 from tandem.lm.config import UnsupportedModel
 from tandem.lm.runner_settings import RunnerSettings
 from tandem.lm.weights import WeightSource, open_source
+from tandem.lm.weights.source import file_digest
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,15 @@ def load_model(settings: RunnerSettings, progress: Progress) -> Loaded:
         raise ValueError(
             f"numerics exact means float32, but dtype is {settings.dtype} and kv_dtype {settings.kv_dtype}"
         )
-    source = open_source(settings.model_path)
+    if settings.model_impl == "transformers":
+        return _generic(settings)
+    try:
+        source = open_source(settings.model_path)
+    except UnsupportedModel as error:
+        if settings.model_impl == "native" or settings.model_path.is_file():
+            raise
+        log.info("%s; trying the transformers path", error)
+        return _generic(settings)
     try:
         digest = source.digest()
         model = _native(settings, source, digest, progress)
@@ -111,6 +120,33 @@ def load_model(settings: RunnerSettings, progress: Progress) -> Loaded:
         source.close()
 
 
+def _generic(settings: RunnerSettings) -> Loaded:
+    """Any architecture, through transformers."""
+    from tandem.lm.models.generic import GenericModel
+    from tandem.lm.weights.safetensors_dir import TensorFiles, read_config
+
+    path = settings.model_path
+    if settings.kernels == "native":
+        raise UnsupportedModel("the compiled kernels do not run models through transformers")
+    config = read_config(path)
+    # Refuses a directory without safetensors before transformers looks for other forms.
+    files = TensorFiles(path)
+    digest = file_digest(files.files, json.dumps(config, sort_keys=True).encode())
+    files.close()
+    torch.set_num_threads(cpu_threads(settings))
+    dtype = weight_dtype(settings, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    model = GenericModel(path, dtype, torch.device(settings.device), settings.trust_remote_code)
+    return Loaded(
+        model=model,
+        architecture=(config.get("architectures") or [config.get("model_type")])[0],
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        max_model_len=max_model_len(settings, model.max_position),
+        model_digest=digest,
+        threads=cpu_threads(settings),
+    )
+
+
 def max_model_len(settings: RunnerSettings, max_position: int) -> int:
     """Raises ValueError if the setting exceeds what the model was trained for."""
     if settings.max_model_len > max_position:
@@ -119,11 +155,18 @@ def max_model_len(settings: RunnerSettings, max_position: int) -> int:
 
 
 def _native(settings: RunnerSettings, source: WeightSource, digest: str, progress: Progress) -> Model:
-    """The compiled kernels where they can, else plain torch."""
+    """The device's kernels where they can (Triton on GPUs, compiled ones on CPUs), else plain torch."""
     from tandem.lm.models.native import NativeModel
 
     threads = cpu_threads(settings)
-    if settings.device == "cpu" and settings.kernels != "torch":
+    if settings.kernels == "triton" or (settings.kernels == "auto" and settings.device != "cpu"):
+        try:
+            return _triton(settings, source, progress)
+        except UnsupportedModel as error:
+            if settings.kernels == "triton":
+                raise
+            log.warning("on the torch path: %s", error)
+    elif settings.device == "cpu" and settings.kernels != "torch":
         try:
             return _compiled(settings, source, digest, threads, progress)
         except UnsupportedModel as error:
@@ -133,6 +176,16 @@ def _native(settings: RunnerSettings, source: WeightSource, digest: str, progres
     torch.set_num_threads(threads)
     dtype = weight_dtype(settings, source.config.torch_dtype)
     return NativeModel(source, dtype, torch.device(settings.device), progress)
+
+
+def _triton(settings: RunnerSettings, source: WeightSource, progress: Progress) -> Model:
+    try:
+        from tandem.lm.models.triton_model import TritonModel
+    except ImportError as error:
+        raise UnsupportedModel(f"the Triton kernels are not available: {error}") from error
+    positions = max_model_len(settings, source.config.max_position)
+    dtype = weight_dtype(settings, source.config.torch_dtype)
+    return TritonModel(source, dtype, torch.device(settings.device), positions, progress)
 
 
 def _compiled(settings: RunnerSettings, source: WeightSource, digest: str, threads: int, progress: Progress) -> Model:

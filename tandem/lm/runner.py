@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,9 @@ class ModelRunner:
             count, settings.block_size, kv_dtype, max_rows
         )
         self._kv = self._new_kv(blocks)
-        self._sampler = Sampler(loaded.vocab_size)
+        # A model on a GPU leaves its logits there, and brings the sampler that reads them.
+        self._forward = getattr(loaded.model, "raw_logits", loaded.model.logits)
+        self._sampler = getattr(loaded.model, "new_sampler", Sampler)(loaded.vocab_size)
         self.spec = ModelSpec(
             architecture=loaded.architecture,
             vocab_size=loaded.vocab_size,
@@ -86,15 +89,18 @@ class ModelRunner:
             stop = min(start + _PROMPT_TILE, end)
             ids = sequence.token_ids[start + 1 : min(stop + 1, sequence.prompt_len)]
             part = replace(item, start=start, count=stop - start, drafts=(), sample=False, mask=None)
-            logits = self._logits([part], np.arange(len(ids)))
+            logits = _host(self._logits([part], np.arange(len(ids))))
             output.prompt_scores += token_scores(logits, ids, [alternatives] * len(ids))
         # The last row once more, for its sample: it writes the same KV.
         return replace(item, start=end - 1, count=1)
 
-    def _logits(self, slices: list[Slice], rows: np.ndarray) -> np.ndarray:
-        """Runs a forward pass; raw fp32 logits [len(rows), vocab] of rows of the flattened step."""
+    def _logits(self, slices: list[Slice], rows: np.ndarray) -> Any:
+        """Runs a forward pass.
+
+        Raw fp32 logits [len(rows), vocab] of rows of the flattened step, as the sampler reads.
+        """
         batch = build_batch(slices, rows, self.spec.block_size, self.spec.num_blocks)
-        return self._model.logits(batch, self._kv)[:, : self.spec.vocab_size]
+        return self._forward(batch, self._kv)[:, : self.spec.vocab_size]
 
     def _step(self, slices: list[Slice], outputs: list[SliceOutput]) -> None:
         """One forward pass for all slices; samples those that ask for it."""
@@ -121,6 +127,10 @@ class ModelRunner:
                 scored.append((output, first, item.sequence.params.logprobs))
         _score_sampled(logits, scored)
 
+    def idle(self) -> bool:
+        """Does one piece of work that waits for an idle gap (capturing a decode step). Whether more is waiting."""
+        return bool(getattr(self._model, "idle", bool)())
+
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copies KV of whole blocks, source to destination."""
         self._kv.copy(pairs)
@@ -141,7 +151,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees weights and KV."""
-        del self._model, self._kv
+        del self._model, self._kv, self._forward
 
 
 def _rows_of(item: Slice) -> list[Row]:
@@ -168,12 +178,17 @@ def _verify(item: Slice, ids: np.ndarray, errors: dict[int, str], at: int, outpu
         output.accepted += 1
 
 
-def _score_sampled(logits: np.ndarray, scored: list[tuple[SliceOutput, int, int]]) -> None:
+def _host(logits: Any) -> np.ndarray:
+    """Logits as an array: arrays as they are, tensors of any device copied."""
+    return logits if isinstance(logits, np.ndarray) else logits.cpu().numpy()
+
+
+def _score_sampled(logits: Any, scored: list[tuple[SliceOutput, int, int]]) -> None:
     """Fills `scores` of outputs that want them: (output, its first row of logits, alternatives)."""
     rows = [first + step for output, first, _ in scored for step in range(len(output.token_ids))]
     ids = [token for output, _, _ in scored for token in output.token_ids]
     alternatives = [count for output, _, count in scored for _ in output.token_ids]
-    found = iter(token_scores(logits[rows], ids, alternatives) if rows else [])
+    found = iter(token_scores(_host(logits[rows]), ids, alternatives) if rows else [])
     for output, _, _ in scored:
         output.scores = [next(found) for _ in output.token_ids]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 NUMERICS = ("fast", "exact")
-KERNELS = ("auto", "torch", "native")
+KERNELS = ("auto", "torch", "native", "triton")
 MODEL_IMPLS = ("auto", "native", "transformers")
 
 
@@ -44,7 +44,8 @@ class RunnerSettings:
     max_num_seqs: int = 256
     # Processes that share each layer.
     tensor_parallel_size: int = 1
-    # auto: compiled kernels where they exist for this model and device; torch: the plain path; native: or fail.
+    # auto: compiled kernels where they exist for this model and device; torch: the plain path;
+    # native: the compiled CPU kernels or fail; triton: the GPU kernels or fail.
     kernels: str = "auto"
     # auto: the native family where it knows the architecture, else transformers.
     model_impl: str = "auto"

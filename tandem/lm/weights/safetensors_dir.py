@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +13,9 @@ from safetensors import SafetensorError, safe_open
 from tandem.lm.config_hf import from_hf
 from tandem.lm.weights.packed import unpack_awq, unpack_gptq
 from tandem.lm.weights.source import RawTensor, WeightError, file_digest
+
+if TYPE_CHECKING:
+    from kernels.packing import PackedWeight
 
 _GLOBAL = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _LAYER = {
@@ -180,6 +183,28 @@ class SafetensorsSource:
 
     def raw(self, name: str) -> RawTensor | None:
         return None
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """A four-bit AWQ or GPTQ matrix as the GPU kernels read it.
+
+        None if it is stored otherwise or has odd groups.
+        """
+        from kernels.packing import PackingError, pack_awq, pack_gptq
+
+        stem = self._packed(self._stored(f"{name}.weight"))
+        if stem is None:
+            return None
+        parts = [self._files.get(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales")]
+        group = int(self._quantization["group_size"])
+        g_idx = self._files.get(f"{stem}.g_idx") if f"{stem}.g_idx" in self._files else None
+        try:
+            if self._quantization["method"] == "awq":
+                return pack_awq(parts[0], parts[1], parts[2], group if group > 0 else parts[0].shape[0])
+            group = group if group > 0 else 8 * parts[0].shape[0]
+            v2 = self._quantization["checkpoint_format"] == "gptq_v2"
+            return pack_gptq(parts[0], parts[1], parts[2], group, g_idx, v2=v2)
+        except PackingError:
+            return None
 
     def digest(self) -> str:
         return file_digest(self._files.files, json.dumps(self._raw_config, sort_keys=True).encode())
