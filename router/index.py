@@ -9,8 +9,9 @@ short-lived where announcements come, and an LRU of the engine's size where they
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 DIGEST_BYTES = 16
 
@@ -44,6 +45,7 @@ class PrefixIndex:
         self._sweep_mask = 0
         # One int object per single-engine mask: most blocks have one holder, and a fresh int costs 32 bytes.
         self._masks: dict[int, int] = {}
+        self._bits: list[int] = []
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -54,6 +56,9 @@ class PrefixIndex:
         while slot in self._counts or self._retired >> slot & 1:
             slot += 1
         self._counts[slot] = 0
+        while len(self._bits) <= slot:
+            bit = 1 << len(self._bits)
+            self._bits.append(self._masks.setdefault(bit, bit))
         return slot
 
     def retire(self, slot: int) -> None:
@@ -67,7 +72,7 @@ class PrefixIndex:
 
     def stored(self, slot: int, hashes: Iterable[bytes]) -> None:
         """These blocks can now be found at the engine."""
-        bit = self._masks.setdefault(1 << slot, 1 << slot)
+        bit = self._bits[slot]
         holders = self._holders
         room = self.max_pairs - self.pairs
         added = 0
@@ -91,7 +96,7 @@ class PrefixIndex:
 
     def removed(self, slot: int, hashes: Iterable[bytes]) -> None:
         """These blocks are gone; unknown ones are ignored."""
-        bit = 1 << slot
+        bit = self._bits[slot]
         holders = self._holders
         dropped = 0
         for key in hashes:
@@ -100,6 +105,7 @@ class PrefixIndex:
                 continue
             mask ^= bit
             if mask:
+                # Back to the shared object if one holder is left.
                 holders[key] = self._masks.get(mask, mask)
             else:
                 del holders[key]
@@ -133,6 +139,10 @@ class PrefixIndex:
     def get(self, key: bytes) -> int:
         """Mask of the slots that hold a block (retired ones included until swept)."""
         return self._holders.get(key, 0)
+
+    def masks(self, hashes: Sequence[bytes]) -> Iterator[int]:
+        """Masks of many blocks, in order; a generator-free loop, as look-ups walk thousands of blocks."""
+        return map(self._holders.get, hashes, itertools.repeat(0))
 
 
 class PredictedBlocks:
@@ -184,7 +194,12 @@ class PredictedBlocks:
             self._drop(slot, key)
 
     def get(self, key: bytes) -> int:
+        """Mask of the slots that should hold a block."""
         return self._holders.get(key, 0)
+
+    def masks(self, hashes: Sequence[bytes]) -> Iterator[int]:
+        """Masks of many blocks, in order."""
+        return map(self._holders.get, hashes, itertools.repeat(0))
 
 
 def match_depths(hashes: Sequence[bytes], slots: int, *sources: PrefixIndex | PredictedBlocks) -> dict[int, int]:
@@ -199,19 +214,19 @@ def match_depths(hashes: Sequence[bytes], slots: int, *sources: PrefixIndex | Pr
     """
     alive = slots
     depths: dict[int, int] = {}
-    first = sources[0]._holders.get
-    second = sources[1]._holders.get if len(sources) > 1 else None
+    second = sources[1].get if len(sources) > 1 else None
     depth = 0
-    for key in hashes:
-        mask = first(key, 0)
-        if second is not None:
-            mask |= second(key, 0)
-        left = alive & mask
-        if left != alive:
-            _note(depths, alive & ~left, depth)
-            alive = left
-            if not alive:
-                return depths
+    for mask in sources[0].masks(hashes):
+        if alive & mask != alive:
+            # Only here can the other source matter.
+            if second is not None:
+                mask |= second(hashes[depth])
+            left = alive & mask
+            if left != alive:
+                _note(depths, alive & ~left, depth)
+                alive = left
+                if not alive:
+                    return depths
         depth += 1
     _note(depths, alive, depth)
     return depths

@@ -105,12 +105,13 @@ class KvFeed:
         return Verdict.APPLIED
 
     def _apply_all(self, events: list[pb.KvEvent]) -> None:
+        index, slot = self._index, self.slot
         for event in events:
             kind = event.WhichOneof("event")
             if kind == "stored":
-                self._index.stored(self.slot, split_hashes(event.stored.hashes))
+                index.stored(slot, split_hashes(event.stored.hashes))
             elif kind == "removed":
-                self._index.removed(self.slot, split_hashes(event.removed.hashes))
+                index.removed(slot, split_hashes(event.removed.hashes))
             elif kind == "cleared":
-                self._index.retire(self.slot)
-                self.slot = self._index.new_slot()
+                index.retire(slot)
+                slot = self.slot = index.new_slot()
