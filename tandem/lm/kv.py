@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 
+@dataclass(frozen=True)
+class KVShape:
+    """KV of one layer: heads, and the sizes of a key and of a value."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
 class KVCache:
-    """K and V per layer, each [num_blocks, num_kv_heads, block_size, head_dim]; reserved, untouched until used."""
+    """K and V per layer, each [num_blocks, num_heads, block_size, dim]; reserved, untouched until used."""
 
     def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        num_kv_heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: list[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.dtype = dtype
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
+        self.keys = [
+            torch.empty((num_blocks, layer.num_heads, block_size, layer.key_dim), dtype=dtype, device=device)
+            for layer in layers
+        ]
+        self.values = [
+            torch.empty((num_blocks, layer.num_heads, block_size, layer.value_dim), dtype=dtype, device=device)
+            for layer in layers
+        ]
 
     def write(
         self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -41,7 +48,16 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             tensor[target] = tensor[source]
 
-    @staticmethod
-    def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one block over all layers, K and V."""
-        return 2 * num_layers * num_kv_heads * block_size * head_dim * dtype.itemsize
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises ValueError for a KV dtype that only other kernels know."""
+    found = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+    if found is None:
+        raise ValueError(f"kv_dtype is {name!r}, but the torch path knows float32, bfloat16 and float16")
+    return found
+
+
+def block_bytes(layers: list[KVShape], block_size: int, kv_dtype: str) -> int:
+    """Bytes of one block over all layers, K and V. Raises ValueError for an unknown dtype."""
+    width = torch_dtype(kv_dtype).itemsize
+    return sum(layer.num_heads * block_size * (layer.key_dim + layer.value_dim) * width for layer in layers)

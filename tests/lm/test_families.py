@@ -78,7 +78,7 @@ def make(name: str, path: Path) -> torch.nn.Module:
     with torch.no_grad():
         for key, value in model.named_parameters():
             # Norms and biases start as ones and zeros, where a wrong name would not show.
-            if key.endswith("norm.weight") or key.endswith(".bias"):
+            if key.endswith(("norm.weight", ".bias")):
                 value.add_(torch.randn_like(value) * 0.1)
     model.save_pretrained(path)
     return model

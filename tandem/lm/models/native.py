@@ -15,7 +15,7 @@ from tandem.lm import ops
 from tandem.lm.attention import AttentionSpec, paged_attention
 from tandem.lm.batch import KV, StepBatch
 from tandem.lm.config import RopeConfig
-from tandem.lm.kv import KVCache
+from tandem.lm.kv import KVCache, KVShape, block_bytes, torch_dtype
 from tandem.lm.models.moe import Experts
 from tandem.lm.rope import RotaryTable, rotate
 from tandem.lm.weights import WeightSource
@@ -168,22 +168,14 @@ class NativeModel:
         self.weight_bytes = sum(tensor.nbytes for tensor in _all_tensors(self))
 
     def kv_block_bytes(self, block_size: int, kv_dtype: str) -> int:
-        config = self.config
-        return KVCache.block_bytes(
-            config.num_layers, config.num_kv_heads, block_size, config.head_dim, torch_dtype(kv_dtype)
-        )
+        return block_bytes(self._kv_shapes(), block_size, kv_dtype)
 
     def new_kv(self, num_blocks: int, block_size: int, kv_dtype: str, max_rows: int) -> KVCache:
+        return KVCache(self._kv_shapes(), num_blocks, block_size, torch_dtype(kv_dtype), self.device)
+
+    def _kv_shapes(self) -> list[KVShape]:
         config = self.config
-        return KVCache(
-            config.num_layers,
-            num_blocks,
-            config.num_kv_heads,
-            block_size,
-            config.head_dim,
-            torch_dtype(kv_dtype),
-            self.device,
-        )
+        return [KVShape(config.num_kv_heads, config.head_dim, config.head_dim)] * config.num_layers
 
     @torch.inference_mode()
     def _states(self, batch: StepBatch, kv: KV) -> torch.Tensor:
@@ -213,14 +205,6 @@ class NativeModel:
     @torch.inference_mode()
     def hidden(self, batch: StepBatch, kv: KV) -> np.ndarray:
         return self._states(batch, kv)[: len(batch.logit_rows)].float().cpu().numpy()
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Raises ValueError for a KV dtype that only other kernels know."""
-    found = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
-    if found is None:
-        raise ValueError(f"kv_dtype is {name!r}, but the torch path knows float32, bfloat16 and float16")
-    return found
 
 
 def rotary_tables(source: WeightSource, device: torch.device) -> dict[RopeConfig, RotaryTable]:
