@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import time
+from types import FrameType
 from typing import Any
 
 from gateway.settings import GatewaySettings
@@ -20,6 +21,7 @@ from tandem import logs
 log = logging.getLogger("gateway")
 
 _RESTARTS_PER_MINUTE = 5
+_ONE_PRESS_S = 0.5
 
 
 def bind(settings: GatewaySettings) -> socket.socket:
@@ -78,7 +80,24 @@ def serve(settings: GatewaySettings, sock: socket.socket, rates_file: str = "") 
     except (KeyFileError, OSError, ValueError) as error:
         log.error("%s", error)
         return 2
-    server = uvicorn.Server(uvicorn_config(settings, app))
+
+    class Server(uvicorn.Server):
+        """SIGTERM lets running requests finish; SIGINT ends them with an error; a second one ends at once."""
+
+        asked_at = 0.0
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            now = time.monotonic()
+            # A terminal sends Ctrl-C to workers too, and so does their parent: that is one, not two.
+            if sig == signal.SIGINT and now - self.asked_at < _ONE_PRESS_S:
+                return
+            self.asked_at = now
+            app.state.gateway.stopping = True
+            if sig == signal.SIGINT:
+                runner.get_loop().call_soon_threadsafe(app.state.gateway.client.stop_generations)
+            super().handle_exit(sig, frame)
+
+    server = Server(uvicorn_config(settings, app))
     host, port = sock.getsockname()[:2]
     log.info("gateway listens", extra={"address": f"{host}:{port}", "router": settings.router})
     try:
@@ -141,8 +160,8 @@ def _run_workers(settings: GatewaySettings, sock: socket.socket) -> int:
                 workers[index] = start()
     finally:
         for worker in workers:
-            if worker.is_alive():
-                worker.terminate()
+            if worker.is_alive() and worker.pid:
+                os.kill(worker.pid, stopping[0] if stopping else signal.SIGTERM)
         for worker in workers:
             worker.join(settings.grace + 5)
             if worker.is_alive():

@@ -16,7 +16,8 @@ import threading
 import time
 from pathlib import Path
 
-READY_S = 180.0
+READY_S = 300.0
+INI = "[pytest]\naddopts = -q -p no:cacheprovider\nasyncio_default_fixture_loop_scope = function\n"
 
 
 def free_port() -> int:
@@ -57,7 +58,7 @@ def main() -> int:
         suite = Path(folder) / "suite"
         shutil.copytree(sys.argv[1], suite)
         suite.chmod(0o755)
-        (suite / "pytest.ini").write_text("[pytest]\naddopts = -q -p no:cacheprovider\n")
+        (suite / "pytest.ini").write_text(INI)
         environment = {**os.environ, "BASE_URL": f"http://127.0.0.1:{port}/v1", "API_KEY": "sk-none"}
         try:
             done = subprocess.run(

@@ -154,7 +154,10 @@ def _ctrl_c_leaves_nothing(stack: Stack) -> None:
         next(lines)
         began = time.monotonic()
         stack.process.send_signal(signal.SIGINT)
+        events = [line for line in lines if line.startswith("data: ")]
         stack.process.wait(10)
+    # The client is told, not just cut off.
+    assert "error" in json.loads([event for event in events if event != "data: [DONE]"][-1][6:])
     assert time.monotonic() - began < 10
     assert stack.process.returncode == 0, stack.log()
     assert alive(processes) == []
