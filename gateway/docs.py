@@ -157,7 +157,7 @@ _BODIES: dict[str, type[Body]] = {}
 _LIMITS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
 
 
-def _json_schema(model: type[Body]) -> dict[str, Any]:
+def json_schema(model: type[Body]) -> dict[str, Any]:
     """The model's JSON schema. pydantic leaves limits behind a validator under its own names; they get JSON's."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
 
@@ -183,7 +183,7 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.update(ANSWERS)
         for name, model in _BODIES.items():
-            schema = _json_schema(model)
+            schema = json_schema(model)
             schemas.update(schema.pop("$defs", {}))
             schemas[name] = schema
         for unused in ("HTTPValidationError", "ValidationError"):

@@ -126,7 +126,10 @@ class ChatTemplate:
         except TemplateRefused as error:
             message = f"The model's chat template refuses these messages: {error}."
             raise bad(message, "messages", "template_refused") from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+        except ApiError:
+            raise
+        except Exception as error:
+            # A template is a program; whatever it trips over, it is these messages that it cannot render.
             message = f"The chat template failed on these messages: {type(error).__name__}: {str(error)[:200]}."
             raise bad(message, "messages", "template_failed") from None
         return "".join(pieces)

@@ -97,7 +97,6 @@ _SAME = (
     "top_p",
     "stream",
     "parallel_tool_calls",
-    "user",
     "seed",
     "top_k",
     "min_p",

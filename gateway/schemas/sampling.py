@@ -66,7 +66,7 @@ class SamplingBody(Body):
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     max_tokens: Int | None = Field(None, ge=0, le=2**31 - 1)
-    user: str | None = Field(None, description="subdivides a key in logs; sets no limits")
+    user: Any = no_effect()
     store: Any = no_effect()
     metadata: Any = no_effect()
     service_tier: Any = no_effect()
