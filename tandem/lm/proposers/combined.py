@@ -11,6 +11,8 @@ _LONGEST_MATCH = 12
 # Ratings forget with this factor per observation, so that about the last 200 count.
 _DECAY = 0.995
 _PRIOR_WEIGHT = 2.0
+# Confidences are told apart in so many steps.
+_CLAIMS = 8
 
 
 @dataclass(slots=True)
@@ -53,7 +55,8 @@ class CombinedProposer:
         if not names or len(set(names)) != len(names):
             raise ValueError(f"proposers are {names}, but at least one is needed and names are unique")
         self.proposers = proposers
-        self._ratings: dict[tuple[str, int], _Rating] = {}
+        # By proposer, agreeing context and claimed confidence: a claim is worth what such claims have been.
+        self._ratings: dict[tuple[str, int, int], _Rating] = {}
 
     def start(self, sequence: DraftSequence) -> None:
         sequence.state[self.name] = []
@@ -82,7 +85,8 @@ class CombinedProposer:
         sequence.state[self.name] = []
 
     def _rating(self, guess: Guess) -> _Rating:
-        return self._ratings.setdefault((guess.proposer, min(guess.match, _LONGEST_MATCH)), _Rating())
+        key = (guess.proposer, min(guess.match, _LONGEST_MATCH), int(guess.confidence * _CLAIMS))
+        return self._ratings.setdefault(key, _Rating())
 
     def propose(self, wants: list[tuple[DraftSequence, int]]) -> list[Guess]:
         best: list[tuple[float, Guess]] = [(0.0, NOTHING)] * len(wants)
