@@ -108,15 +108,16 @@ class Engine:
         self._events = asyncio.get_running_loop()
         self.loop.start()
 
-    async def close(self, patience_s: float = 5.0) -> None:
-        """Ends all streams and the step thread; a step that hangs is left behind after `patience_s`."""
+    async def close(self, patience_s: float = 5.0) -> bool:
+        """Ends all streams and the step thread. False if a step still runs after `patience_s`: it is left behind."""
         self.end_streams(TandemError("ENGINE_DRAINING", "the engine is shutting down"))
         self.kv_log.close()
         self.grammars.close()
-        if await asyncio.to_thread(self.loop.stop, patience_s):
-            self.runner.close()
-        else:
+        if not await asyncio.to_thread(self.loop.stop, patience_s):
             log.warning("a step still runs; leaving it behind")
+            return False
+        self.runner.close()
+        return True
 
     # Streams
 

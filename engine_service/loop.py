@@ -136,6 +136,10 @@ class StepLoop:
         except RuntimeError:
             log.exception("the block pool's books do not add up")
             self.stats.last_error = "block pool integrity check failed"
+        # Work that a runner keeps for idle gaps, a piece at a time: capturing decode steps on a GPU.
+        more = getattr(self.runner, "idle", None)
+        if more is not None and more():
+            return
         deadline = self.scheduler.next_deadline()
         timeout = None if deadline is None else max(0.0, deadline - self._clock())
         if self.scheduler.has_work:
@@ -146,7 +150,7 @@ class StepLoop:
     def step(self) -> bool:
         """One turn: take commands, plan, compute, commit, report. False if there was nothing to compute."""
         now = self._clock()
-        self._take_commands(now)
+        self._take_commands()
         for request in self.scheduler.expire(now):
             self._drop(
                 request, TandemError("DEADLINE", f"the request's deadline passed after {now - request.arrival:.3f} s")
@@ -154,12 +158,13 @@ class StepLoop:
         drafts = self._ask_drafts()
         plan = self.scheduler.plan({sequence: draft.ids for sequence, draft in drafts.items()})
         if plan.entries:
-            self.stats.step_begins(now, self.scheduler)
+            self.stats.step_begins()
+            self.stats.snapshot(self.scheduler)
             self._compute(plan, drafts, now)
         self._report()
         return bool(plan.entries)
 
-    def _take_commands(self, now: float) -> None:
+    def _take_commands(self) -> None:
         while self._commands:
             kind, value = self._commands.popleft()
             if kind == "add":
@@ -173,7 +178,7 @@ class StepLoop:
             # One per turn, so that a row of them does not hold up the batch.
             work, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
-                self.stats.step_begins(now, self.scheduler)
+                self.stats.step_begins()
                 try:
                     future.set_result(work())
                 except Exception as error:
@@ -260,7 +265,7 @@ class StepLoop:
             self._fail_step(plan)
             return
         done = self._clock()
-        self.stats.step_ends(done, plan)
+        self.stats.step_ends(plan)
         results = iter(outputs)
         for entry, piece in zip(plan.entries, slices, strict=True):
             self._commit(entry, next(results) if piece is not None else None, drafts, done)

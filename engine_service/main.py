@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from engine_service.control import EngineServicer
@@ -92,6 +92,8 @@ class Process:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(self.host, settings), self.server)
         rpc.add_reflection(self.server, *_SERVICES)
         self.port = 0
+        # True once a thread was left running in native code: the interpreter must not try to finalize under it.
+        self.left_behind = False
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -134,9 +136,15 @@ class Process:
             with contextlib.suppress(RuntimeError):  # the event loop is gone: nobody waits any more
                 events.call_soon_threadsafe(report, engine, failure)
 
+        self.left_behind = True
         # A daemon: a signal during loading must not wait for it.
         threading.Thread(target=work, name="load", daemon=True).start()
-        engine = await loaded
+        try:
+            engine = await loaded
+        except Exception:
+            self.left_behind = False
+            raise
+        self.left_behind = False
         engine.start()
         self.host.engine = engine
         self._tasks.append(asyncio.create_task(self._watch(engine)))
@@ -177,15 +185,14 @@ class Process:
         engine = self.host.engine
         try:
             if engine is not None:
-                await engine.close()
+                self.left_behind = not await engine.close()
         except Exception:
             log.exception("the engine did not close cleanly")
         # A moment for the last statuses to reach their readers.
         await self.server.stop(1.0)
 
 
-async def _serve(settings: EngineSettings) -> int:
-    process = Process(settings)
+async def _serve(process: Process, settings: EngineSettings) -> int:
     events = asyncio.get_running_loop()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -224,8 +231,17 @@ async def _serve(settings: EngineSettings) -> int:
 
 
 def _unexpected(error: BaseException) -> bool:
-    """Errors of settings and files speak for themselves; others need their traceback."""
-    return not isinstance(error, (ValueError, OSError, NotImplementedError))
+    """Errors of settings and files, and those that our own code defines, speak for themselves; others need a traceback."""
+    ours = type(error).__module__.partition(".")[0] in ("tandem", "kernels")
+    return not ours and not isinstance(error, (ValueError, OSError, NotImplementedError))
+
+
+def _event_loop_runner() -> Callable[[Coroutine[None, None, int]], int]:
+    try:
+        import uvloop
+    except ImportError:  # no wheels for this platform
+        return asyncio.run
+    return uvloop.run
 
 
 def _log_ready(engine: Engine) -> None:
@@ -255,11 +271,20 @@ def run(settings: EngineSettings) -> int:
     """Serves until a signal. Returns the process's exit code: 0, 1 (the model cannot be loaded), 2 (cannot listen)."""
     logs.setup("engine", settings.log_level)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    with contextlib.suppress(ImportError):
-        import uvloop
+    process: Process | None = None
 
-        return uvloop.run(_serve(settings))
-    return asyncio.run(_serve(settings))
+    async def serve() -> int:
+        nonlocal process
+        process = Process(settings)
+        return await _serve(process, settings)
+
+    code = _event_loop_runner()(serve())
+    if process is not None and process.left_behind:
+        # Native code that returns to a finalizing interpreter aborts the process or hangs it.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 __all__ = ["Process", "load_engine", "run"]

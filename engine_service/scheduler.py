@@ -121,6 +121,7 @@ class Scheduler:
         leader, *others = request.unfinished
         for choice in others:
             choice.status = Status.FORKING
+        request.forking = len(others)
         self._queue(leader)
 
     def cancel(self, request_id: int) -> Request | None:
@@ -149,7 +150,8 @@ class Scheduler:
     @property
     def seats_used(self) -> int:
         """Seats in the batch: running choices, and those that will fork from them."""
-        return sum(1 + self._forks(choice) for choice in self.running)
+        # While some wait to fork, the one they wait for is the request's only running choice.
+        return len(self.running) + sum(choice.request.forking for choice in self.running)
 
     def decoding(self) -> list[Choice]:
         """Choices that will decode in the next step unless memory runs out, in policy order."""
@@ -239,7 +241,7 @@ class Scheduler:
         """Moves choices from the queue into the batch, in policy order, while seats, tokens and blocks last."""
         while self.waiting and self._left() > 0 and not self._preempted:
             choice = self.waiting[0][1]
-            if self.seats_used + 1 + self._forks(choice) > self.config.max_num_seqs:
+            if self.seats_used + 1 + choice.request.forking > self.config.max_num_seqs:
                 return
             matched = self._match(choice)
             if self.running and self._need(choice, matched) > self.pool.num_free:
@@ -360,7 +362,7 @@ class Scheduler:
         keep = self._blocks_for(choice.num_computed)
         self.pool.release(choice.blocks[keep:])
         del choice.blocks[keep:]
-        if choice.num_computed >= sequence.prompt_len:
+        if choice.request.forking and choice.num_computed >= sequence.prompt_len:
             self._fork(choice)
         if finished:
             self._end(choice)
@@ -378,14 +380,9 @@ class Scheduler:
             self.pool.register(choice.blocks[index], choice.hashes[index], parent, choice.request.salt, tokens)
         choice.registered = max(choice.registered, full)
 
-    def _forks(self, choice: Choice) -> int:
-        if choice is not choice.request.unfinished[0]:
-            return 0
-        return sum(other.status is Status.FORKING for other in choice.request.choices)
-
     def _fork(self, leader: Choice) -> None:
         """Lets the other choices share the leader's prompt; each recomputes its last token to sample its own next."""
-        prompt_len = leader.sequence.prompt_len
+        prompt_len, leader.request.forking = leader.sequence.prompt_len, 0
         for choice in leader.request.choices:
             if choice.status is not Status.FORKING:
                 continue

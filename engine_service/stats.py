@@ -64,14 +64,13 @@ class LoopStats:
 
     # Step thread
 
-    def step_begins(self, now: float, scheduler: Scheduler) -> None:
+    def step_begins(self) -> None:
         self.step_started = time.monotonic()
-        self.snapshot(scheduler)
 
     def call_ends(self) -> None:
         self.step_started = None
 
-    def step_ends(self, now: float, plan: StepPlan) -> None:
+    def step_ends(self, plan: StepPlan) -> None:
         started, self.step_started = self.step_started, None
         elapsed = time.monotonic() - (started or time.monotonic())
         self.steps += 1

@@ -54,10 +54,10 @@ async def test_cancel_while_waiting() -> None:
 
 async def test_deadline_ends_running_and_waiting() -> None:
     async with serve(max_num_seqs=1) as server:
+        await hold(server)
         running = asyncio.create_task(server.generate(ask("one", stop=LONG, timeout_ms=150)))
         waiting = asyncio.create_task(server.generate(ask("two", stop=LONG, timeout_ms=100)))
-        await asyncio.sleep(0.01)
-        await hold(server)
+        await until(lambda: len(server.engine.streams) == 2)
         await asyncio.sleep(0.2)
         server.runner.gate.set()
         results = await asyncio.gather(running, waiting, return_exceptions=True)

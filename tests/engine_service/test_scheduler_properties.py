@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine_service.scheduler import SchedulerConfig, StepPlan
 from tandem.lm.types import SamplingParams
@@ -161,11 +162,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert result.prompt_scores == len(request.prompt) - 1
 
 
+def _runs(examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+
+
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    max_examples=40,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-)
+TestScheduler.settings = _runs(100, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_scheduler_for_long() -> None:
+    run_state_machine_as_test(SchedulerMachine, settings=_runs(2000, 40))
