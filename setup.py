@@ -28,10 +28,17 @@ class BuildWithStubs(build_py):
     """Generates the stubs next to the sources, so that editable and wheel builds find them alike; a wheel also gets
     the C++ kernels, if a compiler is there (a checkout builds its own: make kernels)."""
 
-    def run(self) -> None:
-        from generate import generate
+    def finalize_options(self) -> None:
+        from generate import generate, proto_files
 
         generate(ROOT)
+        # Packages were looked for before the stubs were there.
+        stubs = {".".join(path.parent.relative_to(ROOT / "protos").parts) for path in proto_files()}
+        packages = set(self.distribution.packages or ()) | stubs | {name.rpartition(".")[0] for name in stubs}
+        self.distribution.packages = sorted(packages)
+        super().finalize_options()
+
+    def run(self) -> None:
         super().run()
         if not self.editable_mode:
             builder = kernel_builder(Path(self.build_lib).resolve())
