@@ -65,6 +65,7 @@ class ChatStream:
         self._writer: ChunkWriter | None = None
         self._usage = pb.Usage()
         self._last_delta: float | None = None
+        self._itl = gateway.metrics.itl.labels(context.model)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of the stream, as bytes. Raises ApiError where the generation fails."""
@@ -122,7 +123,7 @@ class ChatStream:
         if self._last_delta is None:
             self._context.first_token()
         else:
-            self._gateway.metrics.itl.labels(self._context.model).observe(now - self._last_delta)
+            self._itl.observe(now - self._last_delta)
         self._last_delta = now
         choice = self._choices[delta.choice]
         writer.completion_tokens += len(delta.ids)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -19,9 +18,6 @@ from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc as pb_grpc
 from tandem.tokenizer import Tokenizer, TokenizerBundle
-
-if TYPE_CHECKING:
-    from gateway.generation import Generation
 
 MODELS_TTL_S = 2.0
 CALL_TIMEOUT_S = 10.0
@@ -45,8 +41,6 @@ class RouterClient:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        # Generations that run, so that a stop can end them.
-        self.live: weakref.WeakSet[Generation] = weakref.WeakSet()
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._generate: Any = None
@@ -72,11 +66,6 @@ class RouterClient:
     async def close(self) -> None:
         if self._channel is not None:
             await self._channel.close()
-
-    def stop_generations(self) -> None:
-        """Ends every running generation with an error."""
-        for generation in list(self.live):
-            generation.stop()
 
     async def models(self, fresh: bool = False) -> list[pb.ModelInfo]:
         """Models served now. May be up to two seconds old."""

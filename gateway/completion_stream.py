@@ -85,6 +85,7 @@ class CompletionStream:
         ]
         self._usages = [pb.Usage() for _ in job.prompts]
         self._last_delta: float | None = None
+        self._itl = gateway.metrics.itl.labels(context.model)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of the stream, as bytes. Raises ApiError where a generation fails."""
@@ -154,7 +155,7 @@ class CompletionStream:
         if self._last_delta is None:
             self._context.first_token()
         else:
-            self._gateway.metrics.itl.labels(self._context.model).observe(now - self._last_delta)
+            self._itl.observe(now - self._last_delta)
         self._last_delta = now
         index = number * self._n + delta.choice
         choice = self._choices[index]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +55,24 @@ class Gateway:
     limiter: RateLimiter
     metrics: Metrics
     stopping: bool = False
+    # One future per request that is being answered; a result ends the request with an error.
+    _enders: set[asyncio.Future[None]] = field(default_factory=set)
+
+    @contextmanager
+    def ending(self) -> Iterator[asyncio.Future[None]]:
+        """A future that is done when the server ends what still runs."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._enders.add(future)
+        try:
+            yield future
+        finally:
+            self._enders.discard(future)
+
+    def end_requests(self) -> None:
+        """Ends all running requests: streams with an error event, plain ones with 503."""
+        for future in self._enders:
+            if not future.done():
+                future.set_result(None)
 
 
 def gateway_of(request: Request) -> Gateway:

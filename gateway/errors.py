@@ -120,6 +120,11 @@ def internal() -> ApiError:
     return ApiError(_FALLBACK[0], _FALLBACK[3], kind=_FALLBACK[1], code=_FALLBACK[2])
 
 
+def shutting_down() -> ApiError:
+    """A 503 for what the server's stop cuts off."""
+    return ApiError(503, "The server is shutting down.", kind=SERVER, code="shutting_down", retry_after_s=5.0)
+
+
 def from_tandem(error: TandemError) -> ApiError:
     """The HTTP form of an error that came over gRPC or was raised by shared code."""
     entry = REASONS.get(error.reason)

@@ -24,8 +24,6 @@ MAX_KEPT_BYTES = 8 * 1024 * 1024
 MAX_RESUMES = 3
 # Seconds that a broken stream waits for a router.
 RESUME_WAIT_S = 30.0
-# When a client may come back to a gateway that was stopped.
-STOP_RETRY_S = 5.0
 T = TypeVar("T")
 
 
@@ -36,10 +34,7 @@ class Generation:
     that came are kept, and the contract's resume state is made from them.
     """
 
-    __slots__ = (
-        *("__weakref__", "_call", "_client", "_deadline", "_kept", "_kept_bytes", "_rest", "_resumes", "_stopped"),
-        *("accepted", "request"),
-    )
+    __slots__ = ("_call", "_client", "_deadline", "_kept", "_kept_bytes", "_rest", "_resumes", "accepted", "request")
 
     def __init__(self, client: RouterClient, request: pb.GenerateRequest) -> None:
         self._client = client
@@ -49,7 +44,6 @@ class Generation:
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self._resumes = 0
-        self._stopped = False
         self._deadline = time.monotonic() + request.timeout_ms / 1000 if request.timeout_ms else None
         self.accepted = pb.Accepted()
 
@@ -60,7 +54,6 @@ class Generation:
             ApiError: it was refused, in HTTP's terms.
         """
         self._call = self._client.generate(self.request)
-        self._client.live.add(self)
         try:
             events = await self._receive()
         except TandemError as error:
@@ -89,10 +82,6 @@ class Generation:
             data = await self._call.read()
         except grpc.RpcError as error:
             raise TandemError.from_rpc(error) from None
-        except asyncio.CancelledError:
-            if not self._stopped:
-                raise
-            raise TandemError("NO_ENGINE", "the server is stopping", retry_after_s=STOP_RETRY_S) from None
         if data is grpc.aio.EOF:
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
@@ -130,11 +119,6 @@ class Generation:
             return await self._resume(second)
         # Its *accepted* repeats the first one.
         return events[1:] if events else events
-
-    def stop(self) -> None:
-        """Ends the call with an error that the client is told: the gateway is going down."""
-        self._stopped = True
-        self.cancel()
 
     def cancel(self) -> None:
         """Ends the call; harmless when it has ended."""

@@ -13,10 +13,13 @@ import sys
 import tempfile
 import time
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gateway.settings import GatewaySettings
 from tandem import logs
+
+if TYPE_CHECKING:
+    from gateway.context import Gateway
 
 log = logging.getLogger("gateway")
 
@@ -62,15 +65,14 @@ def uvicorn_config(settings: GatewaySettings, app: Any) -> Any:
         server_header=False,
         date_header=True,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, int(settings.grace)),
+        # Requests are ended by GatewayServer; this is for connections that do not end even then.
+        timeout_graceful_shutdown=max(1, int(settings.grace) + 5),
         **tls,
     )
 
 
 def serve(settings: GatewaySettings, sock: socket.socket, rates_file: str = "") -> int:
     """Serves on the socket until SIGTERM or SIGINT. Returns an exit code."""
-    import uvicorn
-
     from gateway.app import build_app
     from gateway.keys import KeyFileError
 
@@ -81,31 +83,63 @@ def serve(settings: GatewaySettings, sock: socket.socket, rates_file: str = "") 
         log.error("%s", error)
         return 2
 
-    class Server(uvicorn.Server):
-        """SIGTERM lets running requests finish; SIGINT ends them with an error; a second one ends at once."""
+    server = server_class()(uvicorn_config(settings, app), app.state.gateway)
+    # uvicorn raises the signal that stopped it once more, for whoever handled it before; nobody here needs that.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ignore)
+    host, port = sock.getsockname()[:2]
+    log.info("gateway listens", extra={"address": f"{host}:{port}", "router": settings.router})
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(server.serve(sockets=[sock]))
+    return 0 if server.started else 1
 
-        asked_at = 0.0
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handles a signal that has had its effect."""
+
+
+def server_class() -> Any:
+    """uvicorn's server, ending what runs as we promise. Imported late, so that this module stays light."""
+    import uvicorn
+
+    class GatewayServer(uvicorn.Server):
+        """SIGTERM lets requests finish for the grace, SIGINT ends them with an error, a second one drops them."""
+
+        def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+            super().__init__(config)
+            self._gateway = gateway
+            self._grace = gateway.settings.grace
+            self._asked_at = 0.0
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             now = time.monotonic()
             # A terminal sends Ctrl-C to workers too, and so does their parent: that is one, not two.
-            if sig == signal.SIGINT and now - self.asked_at < _ONE_PRESS_S:
+            if sig == signal.SIGINT and now - self._asked_at < _ONE_PRESS_S:
                 return
-            self.asked_at = now
-            app.state.gateway.stopping = True
+            self._asked_at = now
+            self._gateway.stopping = True
             if sig == signal.SIGINT:
-                runner.get_loop().call_soon_threadsafe(app.state.gateway.client.stop_generations)
+                self._grace = 0.0
             super().handle_exit(sig, frame)
 
-    server = Server(uvicorn_config(settings, app))
-    host, port = sock.getsockname()[:2]
-    log.info("gateway listens", extra={"address": f"{host}:{port}", "router": settings.router})
-    try:
-        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            runner.run(server.serve(sockets=[sock]))
-    except KeyboardInterrupt:
-        return 130
-    return 0 if server.started else 1
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            loop = asyncio.get_running_loop()
+            end = loop.time() + self._grace
+            ender = loop.create_task(self._end_requests(end))
+            try:
+                await super().shutdown(sockets)
+            finally:
+                ender.cancel()
+
+        async def _end_requests(self, end: float) -> None:
+            # In small steps, because a SIGINT during the grace shortens it, and a request may only just have begun.
+            loop = asyncio.get_running_loop()
+            while True:
+                if loop.time() >= end or self._grace == 0.0:
+                    self._gateway.end_requests()
+                await asyncio.sleep(0.1)
+
+    return GatewayServer
 
 
 def _warn_if_open(settings: GatewaySettings) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import orjson
 from starlette.requests import Request
@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.body import ClientGone
-from gateway.context import RequestContext
-from gateway.errors import ApiError, internal
+from gateway.context import Gateway, RequestContext, gateway_of
+from gateway.errors import ApiError, internal, shutting_down
 
 log = logging.getLogger("gateway.sse")
 
@@ -43,24 +43,33 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels what still runs and waits until it is over."""
+    for task in tasks:
+        if not task.done():
+            task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client hangs up first.
+    """The result of `work`, which is cancelled if the client hangs up or the server ends first.
 
     Raises:
-        ClientGone: it did.
+        ClientGone: the client hung up.
+        ApiError: the server is shutting down.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        for one in (task, gone):
-            if not one.done():
-                one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    task: asyncio.Future[Any] = asyncio.ensure_future(work)
+    gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(request.receive))
+    with gateway_of(request).ending() as ending:
+        try:
+            await asyncio.wait({task, gone, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return cast(T, task.result())
+            if ending.done():
+                raise shutting_down()
+            raise ClientGone
+        finally:
+            await _cancelled(task, gone)
 
 
 class EventStream(Response):
@@ -71,16 +80,17 @@ class EventStream(Response):
     def __init__(
         self,
         chunks: AsyncIterator[bytes],
+        gateway: Gateway,
         context: RequestContext,
         *,
-        keep_alive_s: float,
         error_event: Callable[[ApiError], bytes] = openai_error,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
+        self._gateway = gateway
         self._context = context
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s = gateway.settings.header_delay
         self._error_event = error_event
         self._last_sent = 0.0
 
@@ -88,19 +98,39 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         producer = asyncio.ensure_future(self._produce(send))
         gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            while not producer.done():
-                await asyncio.wait({producer, gone}, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done() and not producer.done():
-                    self._context.client_gone = True
-                    return
-                if not producer.done() and time.monotonic() - self._last_sent >= self._keep_alive_s * 0.9:
-                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-        finally:
-            for one in (producer, gone):
-                if not one.done():
-                    one.cancel()
-            await asyncio.gather(producer, gone, return_exceptions=True)
+        with self._gateway.ending() as ending:
+            try:
+                cut = await self._watch(send, producer, gone, ending)
+            finally:
+                await _cancelled(producer, gone)
+        if cut:
+            await self._fail(send, shutting_down())
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _watch(
+        self, send: Send, producer: asyncio.Future[None], gone: asyncio.Future[None], ending: asyncio.Future[None]
+    ) -> bool:
+        """Until the stream, the client or the server ends (then True); a quiet stream gets comments meanwhile."""
+        while not producer.done():
+            await asyncio.wait(
+                {producer, gone, ending}, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if producer.done():
+                break
+            if gone.done():
+                self._context.client_gone = True
+                break
+            if ending.done():
+                return True
+            if time.monotonic() - self._last_sent >= self._keep_alive_s * 0.9:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        return False
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        self._context.failed = True
+        self._context.finish = error.code or "error"
+        self._gateway.metrics.errors.labels(self._context.finish).inc()
+        await send({"type": "http.response.body", "body": self._error_event(error), "more_body": True})
 
     async def _produce(self, send: Send) -> None:
         try:
@@ -109,14 +139,10 @@ class EventStream(Response):
                     self._last_sent = time.monotonic()
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except ApiError as error:
-            self._context.failed = True
-            self._context.finish = error.code or "error"
-            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": True})
+            await self._fail(send, error)
         except Exception:
-            self._context.failed = True
-            self._context.finish = "internal_error"
             log.exception("stream failed", extra={"request_id": self._context.id})
-            await send({"type": "http.response.body", "body": self._error_event(internal()), "more_body": True})
+            await self._fail(send, internal())
         finally:
             close = getattr(self._chunks, "aclose", None)
             if close is not None:

@@ -200,7 +200,7 @@ async def start_stream(
             for generation in generations:
                 generation.cancel()
 
-    return EventStream(guarded(), context, keep_alive_s=gateway.settings.header_delay, error_event=error_event)
+    return EventStream(guarded(), gateway, context, error_event=error_event)
 
 
 async def open_all(generations: list[Generation]) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from gateway.app import build_app
-from gateway.main import bind, uvicorn_config
+from gateway.main import bind, server_class, uvicorn_config
 from gateway.settings import GatewaySettings
 from tests.gateway import mock_router
 
@@ -45,6 +44,7 @@ class Stand:
     http: httpx.Client
     settings: GatewaySettings
     app: Any
+    stop: Any = None
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         if "content" in more:
@@ -59,7 +59,7 @@ class RunningGateway:
         self.settings = GatewaySettings(host="127.0.0.1", port=0, **settings)
         self.sock = bind(self.settings)
         self.app = build_app(self.settings)
-        self.server = uvicorn.Server(uvicorn_config(self.settings, self.app))
+        self.server = server_class()(uvicorn_config(self.settings, self.app), self.app.state.gateway)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         until = time.monotonic() + 20
@@ -129,7 +129,7 @@ def make_stand(mock: tuple[mock_router.MockRouter, int]) -> Iterator[Any]:
         started.append((gateway, http))
         servicer.requests.clear()
         servicer.cancelled.clear()
-        return Stand(gateway.url, servicer, http, gateway.settings, gateway.app)
+        return Stand(gateway.url, servicer, http, gateway.settings, gateway.app, gateway.stop)
 
     yield make
     for gateway, http in started:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +18,7 @@ from gateway import generation
 from tests.gateway.conftest import Stand
 from tests.gateway.sse import read_events
 
+ROOT = Path(__file__).resolve().parents[2]
 BODY = {"prompt": "one two three", "max_tokens": 10, "temperature": 0, "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "one two three"}], "max_tokens": 10, "temperature": 0, "stream": True}
 
@@ -165,3 +170,61 @@ def test_a_slow_reader_holds_back_its_stream_only(stand: Stand) -> None:
         threading.Thread(target=others).start()
         assert done.wait(20)
     wait_for(lambda: stand.router.running == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fault_of", ["hang=30", "slow=30"])
+def test_a_stop_tells_clients_before_it_ends(make_stand: Any, stream: bool, fault_of: str) -> None:
+    """After the grace what still runs ends: a stream with an error event, a plain request with 503."""
+    stand = make_stand(grace=0.2, header_delay=0.1)
+    got: list[Any] = []
+
+    def ask() -> None:
+        body = {**BODY, "stream": stream}
+        with httpx.stream(
+            "POST", stand.url + "/v1/completions", json=body, headers=fault(fault_of), trust_env=False, timeout=30
+        ) as answer:
+            got.append((answer.status_code, answer.read().decode()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: stand.router.running == 1)
+    time.sleep(0.3)
+    stand.stop()
+    asking.join(20)
+    ((status, text),) = got
+    assert status == (200 if stream else 503) and "shutting_down" in text and "[DONE]" not in text
+    wait_for(lambda: stand.router.running == 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_the_process_with_zero(mock: Any, number: signal.Signals) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = (
+        "from gateway.main import run; from gateway.settings import GatewaySettings;"
+        f"raise SystemExit(run(GatewaySettings(port={port}, router='127.0.0.1:{mock[1]}', grace=20)))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: _answers(url), 60)
+        with httpx.stream(
+            "POST", url + "/v1/completions", json=BODY, headers=fault("hang=2"), trust_env=False, timeout=30
+        ) as answer:
+            process.send_signal(number)
+            text = answer.read().decode()
+        # SIGTERM lets the request finish; SIGINT ends it with an error.
+        assert ("[DONE]" in text) == (number is signal.SIGTERM)
+        assert ("shutting_down" in text) == (number is signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url + "/ready", trust_env=False, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
