@@ -28,6 +28,7 @@ log = logging.getLogger("router.engine")
 
 INFERENCE = "/tandem.inference.v1.InferenceService/"
 MAX_REST_S = 30.0
+FIRST_STEP_PATIENCE = 3
 # Between tries to reach an engine that does not answer.
 RECONNECT_S = (0.1, 2.0)
 # An engine without KV events is asked again so seldom.
@@ -164,8 +165,11 @@ class Engine:
         if self.last is not None:
             log.info("engine restarted", extra={"engine": self.address, "epoch": report.epoch})
             self._policy().remove(self.load)
-            self.feed.reset()
-            self._move_slot()
+            # The new process's snapshot may have come before its first load report.
+            if self.feed.epoch != report.epoch:
+                self.feed.reset()
+            self.load.slot, self.load.events_live = self.feed.slot, self.feed.live
+            self._policy().add(self.load)
         self.failures, self.hung, self._probing = 0, "", False
         self._rest_s, self._rest_until, self._steps_at = self._settings.eject_s, 0.0, now
 
@@ -250,7 +254,8 @@ class Engine:
             return
         self._steps_at += late_s
         self.load.reported_at += late_s
-        limit = max(stall_limit_s, 3 * report.longest_step_ms / 1000)
+        # The first step of a process may load and compile; there is no longest step to go by yet.
+        limit = max(stall_limit_s, 3 * report.longest_step_ms / 1000) * (1 if report.steps else FIRST_STEP_PATIENCE)
         if report.work_pending and now - self._steps_at >= limit:
             self._declare_hung(f"no step for {now - self._steps_at:.1f} s while work is pending")
         elif now - self.load.reported_at >= limit:

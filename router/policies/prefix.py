@@ -33,6 +33,12 @@ def _depths(query: Query, engines: Sequence[EngineLoad], *sources: PrefixIndex |
     return depths
 
 
+def _usual_rate(engines: Sequence[EngineLoad]) -> float:
+    """Median of the measured prefill rates, tokens per second; stands in for engines that have none yet."""
+    rates = sorted(engine.report.prefill_tokens_per_s for engine in engines if engine.report.prefill_tokens_per_s > 0)
+    return rates[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S
+
+
 class PrefixApprox(Policy):
     """The approximate policy of many routers: guess caches from what was routed, mind the load only when it is uneven.
 
@@ -93,6 +99,8 @@ class PrefixExact(Policy):
     # while it lasts, and every stream that runs there and waits for its next token.
     WORK = 0.3
     INTERFERENCE = 0.02
+    # A fleet up to this size is judged whole.
+    JUDGE_ALL = 64
 
     def __init__(self, index: PrefixIndex, rng: random.Random, prediction_ttl_s: float) -> None:
         self._index = index
@@ -100,6 +108,8 @@ class PrefixExact(Policy):
         self._predicted = PredictedBlocks()
         self._ttl_s = prediction_ttl_s
         self._expired_at = 0.0
+        self._usual = DEFAULT_PREFILL_TOKENS_PER_S
+        self._usual_at = float("-inf")
 
     def add(self, engine: EngineLoad) -> None:
         self._predicted.remove_engine(engine.slot)
@@ -115,9 +125,24 @@ class PrefixExact(Policy):
                 if engine.events_live:
                     self._predicted.expire(engine.slot, now - self._ttl_s)
         depths = _depths(query, engines, self._index, self._predicted)
-        rates = [engine.report.prefill_tokens_per_s for engine in engines if engine.report.prefill_tokens_per_s > 0]
-        usual = sorted(rates)[len(rates) // 2] if rates else DEFAULT_PREFILL_TOKENS_PER_S
-        return [self._judge(query, engine, depths.get(engine.slot, 0), usual, now) for engine in engines]
+        if now - self._usual_at > 1.0:
+            self._usual_at, self._usual = now, _usual_rate(engines)
+        considered = self._shortlist(engines, depths)
+        return [self._judge(query, engine, depths.get(engine.slot, 0), self._usual, now) for engine in considered]
+
+    def _shortlist(self, engines: Sequence[EngineLoad], depths: dict[int, int]) -> Sequence[EngineLoad]:
+        """In a large fleet: the engines that hold most, and random others. Among many, a sample has a near-best one."""
+        if len(engines) <= self.JUDGE_ALL:
+            return engines
+        half = self.JUDGE_ALL // 2
+        if len(depths) > half:
+            deepest = set(sorted(depths, key=depths.__getitem__, reverse=True)[:half])
+        else:
+            deepest = set(depths)
+        holders = [engine for engine in engines if engine.slot in deepest]
+        return holders + self._rng.sample(
+            [engine for engine in engines if engine.slot not in deepest], self.JUDGE_ALL - len(holders)
+        )
 
     def _judge(self, query: Query, engine: EngineLoad, matched: int, usual: float, now: float) -> Candidate:
         report = engine.report
