@@ -231,7 +231,7 @@ async def _serve(process: Process, settings: EngineSettings) -> int:
 
 
 def _unexpected(error: BaseException) -> bool:
-    """Errors of settings and files, and those that our own code defines, speak for themselves; others need a traceback."""
+    """Errors of settings and files, and those of our own code, speak for themselves; others need a traceback."""
     ours = type(error).__module__.partition(".")[0] in ("tandem", "kernels")
     return not ours and not isinstance(error, (ValueError, OSError, NotImplementedError))
 
