@@ -89,3 +89,10 @@ def residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
     """
     difference = (target - draft).clamp_min(0.0)
     return difference if bool((difference > 0.0).any()) else target
+
+
+def token_score(logits: torch.Tensor, token: int) -> tuple[float, int]:
+    """Log-softmax (fp64) and rank from 1 of a token under a row of raw logits [V]; equal logits rank by id."""
+    row = logits.to(torch.float64)
+    order = torch.sort(row, descending=True, stable=True).indices
+    return float(torch.log_softmax(row, dim=0)[token]), int((order == token).nonzero()) + 1

@@ -108,7 +108,7 @@ from kernels.triton.configs import Tile
 from kernels.triton.targets import TARGETS
 with aot.recorded() as launches:
     x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
-    linear.linear(x, torch.empty(28672, 4096, dtype=torch.bfloat16, device="meta"), config=Tile(128, 128, 64, 8, 4))
+    linear.linear(x, torch.empty(28672, 4096, dtype=torch.bfloat16, device="meta"), config=Tile(128, 128, 64, 8, 5))
 for name in ("sm_90", "sm_86"):
     print(aot.compile_launch(launches[0], TARGETS[name]).fits)
 """
