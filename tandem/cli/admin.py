@@ -1,4 +1,4 @@
-"""Commands that look into or steer running services: drain, routes, health, kernels."""
+"""Commands that look into or steer running services: drain, routes, health."""
 
 from __future__ import annotations
 
@@ -180,11 +180,3 @@ def register(app: typer.Typer) -> None:
         if not _call(ask()):
             raise fail(f"{address} does not serve", 1)
         print(f"{address} serves")
-
-    @app.command("kernels")
-    def kernels() -> None:
-        """Shows which kernels this installation would run."""
-        import importlib
-
-        cpu = importlib.import_module("kernels.cpu")
-        print(f"C++ kernels: {'built' if cpu.available() else 'not built (python -m kernels.cpu.build)'}")

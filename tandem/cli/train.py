@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import typer
-
-from tandem.cli.services import fail
 
 
 def register(app: typer.Typer) -> None:
@@ -15,8 +11,6 @@ def register(app: typer.Typer) -> None:
     )
     def train(ctx: typer.Context) -> None:
         """Trains a draft for a target model on this machine ."""
-        if importlib.util.find_spec("draft_service.training") is None:
-            raise fail("draft training is not part of this version")
-        from draft_service.training import main  # type: ignore[import-not-found]
+        from draft_service.training.main import main
 
         raise typer.Exit(int(main(list(ctx.args)) or 0))
