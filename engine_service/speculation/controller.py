@@ -151,6 +151,9 @@ class DraftSpeculation:
 
     def _propose(self, candidates: list[SpecCandidate]) -> dict[int, Draft]:
         self._batch = len(candidates)
+        for candidate in candidates:
+            if candidate.sequence.id in self._sequences:
+                self._sequences[candidate.sequence.id].constrained = candidate.constrained
         wishes = [
             (self._sequences[candidate.sequence.id], min(candidate.max_drafts, self._options.max_drafts))
             for candidate in candidates
@@ -186,10 +189,12 @@ class DraftSpeculation:
         return {identity: self._draft(self._sequences[identity], count) for identity, count in lengths.items()}
 
     def _draft(self, state: SequenceState, count: int) -> Draft:
+        """The first `count` kept drafts, with distributions where they are to be verified by rejection."""
         kept = state.kept
         assert kept is not None
         ids = kept.ids[:count]
-        if not self._options.rejection or state.sequence.params.greedy:
+        # A grammar cuts drafts by what they are, which rejection does not allow: such output is kept while equal.
+        if not self._options.rejection or state.sequence.params.greedy or state.constrained:
             return Draft(ids, kept.proposer)
         if kept.distributions is not None:
             return Draft(ids, kept.proposer, kept.distributions[:count])

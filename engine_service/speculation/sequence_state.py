@@ -41,6 +41,8 @@ class SequenceState:
     policy: AskPolicy = field(default_factory=AskPolicy)
     # The draft refused it: never ask again.
     refused: bool = False
+    # A grammar rules its output.
+    constrained: bool = False
     resyncs: int = 0
     # Length at which the last question was asked, and at which the policy last counted a step.
     asked_at: int = -1

@@ -13,6 +13,8 @@ _DECAY = 0.995
 _PRIOR_WEIGHT = 2.0
 # Confidences are told apart in so many steps.
 _CLAIMS = 8
+# Length that a guess with distributions is taken to have.
+_DRAWN_LENGTH = 3
 
 
 @dataclass(slots=True)
@@ -105,7 +107,9 @@ class CombinedProposer:
         rating = self._rating(guess)
         first = rating.first(guess.confidence or _prior(guess.match))
         following = rating.following()
-        run = (1 - following ** len(guess.ids)) / (1 - following) if following < 0.999 else float(len(guess.ids))
+        # A drawn guess must not be chosen by what was drawn, and its length may depend on that.
+        count = len(guess.ids) if guess.distributions is None else _DRAWN_LENGTH
+        run = (1 - following**count) / (1 - following) if following < 0.999 else float(count)
         return first * run, Guess(guess.ids, guess.proposer, first, guess.match, guess.distributions)
 
     def finish(self, sequence: DraftSequence, completed: bool) -> None:

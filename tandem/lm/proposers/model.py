@@ -256,5 +256,7 @@ class ModelProposer:
 def _guess(run: _Run) -> Guess:
     if not run.ids:
         return NOTHING
-    distributions = tuple(run.distributions) if run.distributions else None
-    return Guess(tuple(run.ids), ModelProposer.name, run.chances[0], 0, distributions)
+    if run.distributions:
+        # Whether a draft is verified may not depend on which one was drawn, or the output would lean: no confidence.
+        return Guess(tuple(run.ids), ModelProposer.name, 0.0, 0, tuple(run.distributions))
+    return Guess(tuple(run.ids), ModelProposer.name, run.chances[0])
