@@ -6,6 +6,7 @@ from pathlib import Path
 
 from draft_service.settings import DraftSettings
 from tandem.lm.proposers import CombinedProposer, NgramProposer, Proposer, SuffixProposer
+from tandem.lm.proposers.suffix_file import SuffixFile
 from tandem.settings import SettingsError
 
 
@@ -18,10 +19,18 @@ def _build(name: str, settings: DraftSettings) -> Proposer:
     if name == "ngram":
         return NgramProposer(tuple(int(part) for part in settings.ngram_lengths.split(",")))
     if name == "suffix":
-        return SuffixProposer(min_match=settings.suffix_min_match, max_store_tokens=settings.suffix_store_tokens)
+        return _suffix(settings)
     if name == "table":
         return _table(settings)
     return _model(settings)
+
+
+def _suffix(settings: DraftSettings) -> Proposer:
+    store = SuffixFile(Path(settings.suffix_store), settings.suffix_store_tokens) if settings.suffix_store else None
+    try:
+        return SuffixProposer(settings.suffix_min_match, max_store_tokens=settings.suffix_store_tokens, store=store)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--suffix-store {settings.suffix_store}: {error}") from error
 
 
 def _table(settings: DraftSettings) -> Proposer:

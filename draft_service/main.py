@@ -70,7 +70,10 @@ async def _serve(settings: DraftSettings) -> int:
     await stop.wait()
     await health.set(False)
     await server.stop(grace=0.5)
-    proposer.close()
+    try:
+        proposer.close()
+    except OSError as error:
+        log.error("learnt outputs were not saved: %s", error)
     if settings.listen.startswith("unix:"):
         _socket_path(settings.listen).unlink(missing_ok=True)
     return 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+import stat
+from pathlib import Path
 
 import pytest
 
 from tandem.lm.proposers import CombinedProposer, DraftSequence, NgramProposer, Proposer, SuffixProposer
 from tandem.lm.proposers.automaton import ROOT, SuffixAutomaton
 from tandem.lm.proposers.base import periodic
+from tandem.lm.proposers.suffix_file import SuffixFile
 
 
 def begin(
@@ -194,3 +198,29 @@ def test_combined_respects_the_allowed_proposers() -> None:
 def test_combined_refuses_two_of_one_name() -> None:
     with pytest.raises(ValueError, match="unique"):
         CombinedProposer([NgramProposer(), NgramProposer()])
+
+
+def test_learnt_outputs_are_kept_between_runs_only_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "store.jsonl"
+    first = SuffixProposer(store=SuffixFile(path, 100))
+    first.finish(begin(first, [1, 2, 50, 51, 52, 53], salt="a", prompt_len=2), completed=True)
+    first.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    second = SuffixProposer(store=SuffixFile(path, 100))
+    assert second.propose([(begin(second, [9, 50, 51], salt="a"), 2)])[0].ids == (52, 53)
+    assert second.propose([(begin(second, [9, 50, 51], salt="b"), 2)])[0].ids == ()
+    second.close()
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_store_on_disk_is_bounded_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "store.jsonl"
+    proposer = SuffixProposer(max_store_tokens=30, store=SuffixFile(path, 30))
+    for index in range(10):
+        tokens = list(range(10 * index, 10 * index + 10))
+        proposer.finish(begin(proposer, tokens, identity=index), completed=True)
+    proposer.close()
+    assert [json.loads(line)["ids"][0] for line in path.read_text().splitlines()] == [70, 80, 90]
+    path.write_text('{"salt": "a"}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        SuffixProposer(store=SuffixFile(path, 100))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.lm.proposers.automaton import ROOT, SuffixAutomaton
 from tandem.lm.proposers.base import NOTHING, DraftSequence, Guess, periodic
+from tandem.lm.proposers.suffix_file import SuffixFile
 
 # Prompt tokens that are learnt with an output, so that its first tokens have a context.
 _CONTEXT = 8
@@ -58,14 +59,22 @@ class SuffixProposer:
         max_local_tokens: int = 16_384,
         max_store_tokens: int = 200_000,
         max_salts: int = 64,
+        store: SuffixFile | None = None,
     ) -> None:
         """min_match: tokens of context that must agree. max_local_tokens: longer sequences get no automaton of their
-        own. max_store_tokens: 0 learns nothing."""
+        own. max_store_tokens: 0 learns nothing. store: where outputs are kept between runs; None: in memory only.
+
+        Raises:
+            OSError: the store cannot be read. ValueError: it is none.
+        """
         self._min_match = min_match
         self._max_local = max_local_tokens
         self._max_store = max_store_tokens
         self._max_salts = max_salts
         self._stores: OrderedDict[str, _Store] = OrderedDict()
+        self._file = store
+        for salt, tokens in store.read() if store is not None else ():
+            self.learn(salt, tokens)
 
     @property
     def stored_tokens(self) -> int:
@@ -120,6 +129,8 @@ class SuffixProposer:
         output = sequence.tokens[max(0, sequence.prompt_len - _CONTEXT) :]
         if completed and self._max_store and len(sequence.tokens) - sequence.prompt_len > self._min_match:
             self.learn(sequence.salt, output)
+            if self._file is not None:
+                self._file.add(sequence.salt, output)
 
     def learn(self, salt: str, tokens: list[int]) -> None:
         """Adds one finished output to the store of `salt`, and forgets the oldest if it is too much."""
@@ -136,6 +147,9 @@ class SuffixProposer:
             self._stores.popitem(last=False)
 
     def close(self) -> None:
+        """Raises OSError if the store cannot be written."""
+        if self._file is not None:
+            self._file.write()
         self._stores.clear()
 
 
