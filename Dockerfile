@@ -25,7 +25,7 @@ COPY router router
 COPY gateway gateway
 RUN pip install -c /opt/tandem/.stamps/constraints.txt . \
     # From elsewhere, so that the installed package is the one that is built.
-    && cd / && python -m kernels.cpu.build
+    && cd / && python -c "from kernels.cpu.build import main; raise SystemExit(main())"
 RUN cd / && tandem models pull "$MODEL"
 
 FROM python:3.11-slim-bookworm

@@ -19,6 +19,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?= auto
 
 BIN := $(VENV)/bin
+BUILD_KERNELS = $(BIN)/python -c "from kernels.cpu.build import main; raise SystemExit(main())"
 STAMPS := $(VENV)/.stamps
 CXX_FOUND := $(shell command -v c++ g++ clang++ 2>/dev/null | head -n 1)
 KERNELS_STAMP := $(STAMPS)/kernels-$(if $(CXX_FOUND),built,no-compiler)
@@ -68,7 +69,7 @@ protos: $(STAMPS)/dev
 	@touch $(STAMPS)/stubs
 
 kernels: $(STAMPS)/run
-	$(BIN)/python -m kernels.cpu.build
+	$(BUILD_KERNELS)
 
 doctor: $(STAMPS)/run $(STAMPS)/stubs
 	$(BIN)/tandem doctor --port $(PORT)
@@ -101,7 +102,7 @@ $(STAMPS)/stubs: $(PROTOS) protos/generate.py | $(STAMPS)/run
 	@touch $@
 
 $(STAMPS)/kernels-built: $(KERNEL_SOURCES) | $(STAMPS)/run
-	@if [ -f kernels/cpu/build.py ]; then $(BIN)/python -m kernels.cpu.build || \
+	@if [ -f kernels/cpu/build.py ]; then $(BUILD_KERNELS) || \
 	echo "The C++ kernels could not be built (see above): everything runs on the slower torch path."; fi
 	@touch $@
 
