@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class Weight(Structure):
@@ -107,7 +107,7 @@ class Sample(Structure):
         ("position", c_int32),
         ("choice", c_int32),
         ("purpose", c_int32),
-        ("top_n", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -130,6 +130,9 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "td_column_bytes": ([_I, _L], _L),
     "td_exact_kind": ([_I], _I),
     "td_pack": ([_I, _I, _V, _L, _L, _L, _L, _V, _V], _I),
+    "td_sample": ([_V, _L, _L, _L, _V, _V], None),
+    "td_score": ([_V, _L, _L, _L, _V, _V, _V, _L, _V, _V, _V, _V], None),
+    "td_noise": ([POINTER(Sample), _L, _V, _V], None),
     "td_decoder_new": ([POINTER(Model)], _V),
     "td_decoder_free": ([_V], None),
     "td_decoder_logits": ([_V, _V, _L, _V], _I),

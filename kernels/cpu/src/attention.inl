@@ -7,34 +7,76 @@ static inline vf ld_kv(const float* p) { return ld(p); }
 static inline vf ld_kv(const uint16_t* p) { return ld_bf16(p); }
 static inline vf ld_kv(const int8_t* p) { return ld_i8(p); }
 
-// s[r][0..15] = q[r] . k
-template <int R, class T>
-static inline void score_rows(const float* const* q, const T* k, int64_t dim, float scale, float* const* s, int64_t at) {
-  vf acc[R];
-  for (int r = 0; r < R; r++) acc[r] = set1(0.0f);
-  for (int64_t d = 0; d < dim; d++, k += 16) {
-    vf v = ld_kv(k);
+// s[r][16 c ..] = scale * (q[r] . k[c]) for R queries and C groups of 16 positions.
+template <int R, int C, class T>
+static inline void score_rows(const float* const* q, const T* const* k, int64_t dim, float scale, float* const* s) {
+  vf acc[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = set1(0.0f);
+  for (int64_t d = 0; d < dim; d++) {
+    vf v[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) v[c] = ld_kv(k[c] + d * 16);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) acc[r] = fma(set1(q[r][d]), v, acc[r]);
+    for (int r = 0; r < R; r++) {
+      vf x = set1(q[r][d]);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) acc[r][c] = fma(x, v[c], acc[r][c]);
+    }
   }
-  for (int r = 0; r < R; r++) st(s[r] + at, mul(acc[r], set1(scale)));
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) st(s[r] + c * 16, mul(acc[r][c], set1(scale)));
 }
 
-// o[r][d..d+15] += sum over n positions of p[r][i] * v[i][d..]
-template <int R, class T>
-static inline void value_rows(float* const* p, const T* const* groups, int64_t n, int64_t dim, float* const* o) {
-  for (int64_t d = 0; d < dim; d += 16) {
-    vf acc[R];
+// o[r][d .. d + 16 C) += sum over n positions of p[r][i] * v[i][d ..]
+template <int R, int C, class T>
+static inline void value_columns(float* const* p, const T* const* groups, int64_t n, int64_t dim, int64_t d,
+                                 float* const* o) {
+  vf acc[R][C];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) acc[r] = ld(o[r] + d);
-    for (int64_t i = 0; i < n; i++) {
-      vf v = ld_kv(groups[i >> 4] + (i & 15) * dim + d);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = ld(o[r] + d + c * 16);
+  for (int64_t g = 0; g * 16 < n; g++) {
+    const T* row = groups[g] + d;
+    const int64_t end = n - g * 16 < 16 ? n - g * 16 : 16;
+    for (int64_t i = 0; i < end; i++, row += dim) {
+      vf v[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) v[c] = ld_kv(row + c * 16);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) acc[r] = fma(set1(p[r][i]), v, acc[r]);
+      for (int r = 0; r < R; r++) {
+        vf x = set1(p[r][g * 16 + i]);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) acc[r][c] = fma(x, v[c], acc[r][c]);
+      }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) st(o[r] + d, acc[r]);
   }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) st(o[r] + d + c * 16, acc[r][c]);
+}
+
+// Few queries take two groups (or column blocks) at once: the chains of sums hide each other's latency.
+template <int R, class T>
+static inline void score_tile(const float* const* q, const T* const* k, int64_t groups, int64_t dim, float scale,
+                              float* const* s) {
+  constexpr int C = 2 * R <= TD_ROWS_A ? 2 : 1;
+  int64_t g = 0;
+  for (; g < groups; g += C) {
+    float* at[R];
+    for (int r = 0; r < R; r++) at[r] = s[r] + g * 16;
+    if (g + C <= groups)
+      score_rows<R, C, T>(q, k + g, dim, scale, at);
+    else
+      score_rows<R, 1, T>(q, k + g, dim, scale, at);
+  }
+}
+template <int R, class T>
+static inline void value_tile(float* const* p, const T* const* groups, int64_t n, int64_t dim, float* const* o) {
+  constexpr int C = 2 * R <= TD_ROWS_A ? 2 : 1;
+  int64_t d = 0;
+  for (; d + C * 16 <= dim; d += C * 16) value_columns<R, C, T>(p, groups, n, dim, d, o);
+  for (; d < dim; d += 16) value_columns<R, 1, T>(p, groups, n, dim, d, o);
 }
 
 struct Tile {
@@ -47,8 +89,6 @@ struct Rows {
   const float* q[TD_ROWS_A];
   float* s[TD_ROWS_A];
   float* o[TD_ROWS_A];  // running sums of this split; o[-2] = max, o[-1] = sum of weights
-  int64_t last[TD_ROWS_A];   // last visible position
-  int64_t first[TD_ROWS_A];  // first visible position
 };
 
 // Softmax step of one row over a tile: turns scores into weights and rescales the row's sums.
@@ -99,21 +139,21 @@ static inline void softmax_row(const TdAttn* a, const Tile* t, float* s, float* 
 }
 
 template <int R, class T>
-static inline void tile_step(const TdAttn* a, const Tile* t, const T* const* kg, const T* const* vg, const Rows* rows) {
-  int64_t groups = (t->n + 15) >> 4;
-  for (int64_t g = 0; g < groups; g++) score_rows<R, T>(rows->q, kg[g], a->head_dim, a->scale, rows->s, g * 16);
-  for (int r = 0; r < R; r++) softmax_row(a, t, rows->s[r], rows->o[r], rows->first[r], rows->last[r]);
-  value_rows<R, T>(rows->s, vg, t->n, a->head_dim, rows->o);
-}
-
-template <int R, class T>
-static inline void tile_some(int64_t n, const TdAttn* a, const Tile* t, const T* const* kg, const T* const* vg,
-                             const Rows* rows) {
+static inline void score_some(int64_t n, const TdAttn* a, const Tile* t, const T* const* kg, const Rows* rows) {
   if constexpr (R > 0) {
     if (n == R)
-      tile_step<R, T>(a, t, kg, vg, rows);
+      score_tile<R, T>(rows->q, kg, (t->n + 15) >> 4, a->head_dim, a->scale, rows->s);
     else
-      tile_some<R - 1, T>(n, a, t, kg, vg, rows);
+      score_some<R - 1, T>(n, a, t, kg, rows);
+  }
+}
+template <int R, class T>
+static inline void value_some(int64_t n, const TdAttn* a, const Tile* t, const T* const* vg, const Rows* rows) {
+  if constexpr (R > 0) {
+    if (n == R)
+      value_tile<R, T>(rows->s, vg, t->n, a->head_dim, rows->o);
+    else
+      value_some<R - 1, T>(n, a, t, vg, rows);
   }
 }
 
@@ -188,16 +228,56 @@ static void widen_tile(int64_t n, int64_t dim, const T** kg, const T** vg, float
 }
 
 template <class T>
+static inline void prefetch_tile(const T* const* kg, const T* const* vg, int64_t groups, int64_t dim) {
+  for (int64_t g = 0; g < groups; g++)
+    for (int64_t i = 0; i < 16 * dim * (int64_t)sizeof(T); i += 64) {
+      __builtin_prefetch((const char*)kg[g] + i, 0, 2);
+      __builtin_prefetch((const char*)vg[g] + i, 0, 2);
+    }
+}
+
+// One tile for all queries of a task: scores, then softmax, then values, so that K and V each pass the L1 cache once.
+template <class T>
+static inline void task_tile(const TdAttn* a, const Tile* whole, const T* const* kg, const T* const* vg, float* sums,
+                             float* scores) {
+  const int64_t dim = a->head_dim, G = a->group, nq = (a->row1 - a->row0) * G, stride = dim + 16;
+  for (int pass = 0; pass < 2; pass++)
+    for (int64_t i = 0; i < nq; i += TD_ROWS_A) {
+      int64_t have = nq - i < TD_ROWS_A ? nq - i : TD_ROWS_A;
+      int64_t reach = a->first_pos + (i + have - 1) / G;
+      if (reach < whole->pos) continue;
+      Tile t = *whole;
+      if (reach - t.pos + 1 < t.n) t.n = reach - t.pos + 1;
+      Rows rows;
+      for (int64_t r = 0; r < have; r++) {
+        int64_t row = (i + r) / G, head = a->head * G + (i + r) % G;
+        rows.q[r] = a->q + (a->row0 + row) * a->ldq + head * dim;
+        rows.s[r] = scores + (i + r) * TD_KV_TILE;
+        rows.o[r] = sums + (i + r) * stride + 16;
+      }
+      if (pass) {
+        value_some<TD_ROWS_A, T>(have, a, &t, vg, &rows);
+        continue;
+      }
+      score_some<TD_ROWS_A, T>(have, a, &t, kg, &rows);
+      for (int64_t r = 0; r < have; r++) {
+        int64_t last = a->first_pos + (i + r) / G;
+        softmax_row(a, &t, rows.s[r], rows.o[r], a->window > 0 ? last - a->window + 1 : 0, last);
+      }
+    }
+}
+
+template <class T>
 static void attention_typed(const TdAttn* a) {
   const int64_t dim = a->head_dim, G = a->group, nq = (a->row1 - a->row0) * G, stride = dim + 16;
-  float* room = a->scratch;                        // fp32 tile
-  float* sums = room + 2 * TD_KV_TILE * dim;       // per query: 14 unused, m, l, acc
+  float* room = a->scratch;                   // fp32 tile
+  float* sums = room + 2 * TD_KV_TILE * dim;  // per query: 14 unused, m, l, acc
   float* totals = sums + nq * stride;
-  float* scores = totals + nq * stride;            // [TD_ROWS_A][TD_KV_TILE]
+  float* scores = totals + nq * stride;  // [nq][TD_KV_TILE]
   const bool wide = sizeof(T) < 4 && nq > 2 * TD_ROWS_A;
   const int64_t last_pos = a->first_pos + (a->row1 - a->row0) - 1;
   const int64_t lowest = a->window > 0 && a->first_pos >= a->window ? a->first_pos - a->window + 1 : 0;
-  float ks[TD_KV_TILE], vs[TD_KV_TILE];
+  float ks[TD_KV_TILE], vs[TD_KV_TILE], next_ks[TD_KV_TILE], next_vs[TD_KV_TILE];
   for (int64_t i = 0; i < nq; i++) clear_row(totals + i * stride + 16, dim);
   for (int64_t split = a->split0; split < a->split1; split++) {
     int64_t p0 = split * TD_KV_SPLIT, p1 = p0 + TD_KV_SPLIT;
@@ -207,29 +287,21 @@ static void attention_typed(const TdAttn* a) {
       if (pos + TD_KV_TILE <= lowest) continue;
       int64_t n = p1 - pos < TD_KV_TILE ? p1 - pos : TD_KV_TILE;
       const T *kg[TD_KV_TILE / 16], *vg[TD_KV_TILE / 16];
-      const float *kf[TD_KV_TILE / 16], *vw[TD_KV_TILE / 16];
       gather_tile<T>(a, pos, n, kg, vg, ks, vs);
-      if (wide) widen_tile<T>(n, dim, kg, vg, room, kf, vw);
-      for (int64_t i = 0; i < nq; i += TD_ROWS_A) {
-        int64_t have = nq - i < TD_ROWS_A ? nq - i : TD_ROWS_A;
-        Rows rows;
-        int64_t reach = -1;
-        for (int64_t r = 0; r < have; r++) {
-          int64_t row = (i + r) / G, head = a->head * G + (i + r) % G;
-          rows.q[r] = a->q + (a->row0 + row) * a->ldq + head * dim;
-          rows.s[r] = scores + r * TD_KV_TILE;
-          rows.o[r] = sums + (i + r) * stride + 16;
-          rows.last[r] = a->first_pos + row;
-          rows.first[r] = a->window > 0 ? rows.last[r] - a->window + 1 : 0;
-          if (rows.last[r] > reach) reach = rows.last[r];
-        }
-        if (reach < pos) continue;
-        int64_t seen = reach - pos + 1 < n ? reach - pos + 1 : n;
-        Tile t = {pos, seen, sizeof(T) == 1 ? ks : nullptr, sizeof(T) == 1 ? vs : nullptr};
-        if (wide)
-          tile_some<TD_ROWS_A, float>(have, a, &t, kf, vw, &rows);
-        else
-          tile_some<TD_ROWS_A, T>(have, a, &t, kg, vg, &rows);
+      Tile t = {pos, n, sizeof(T) == 1 ? ks : nullptr, sizeof(T) == 1 ? vs : nullptr};
+      if (pos + TD_KV_TILE < last_pos + 1) {
+        // Blocks lie scattered: the hardware's prefetcher can't know the next one.
+        const T *nk[TD_KV_TILE / 16], *nv[TD_KV_TILE / 16];
+        int64_t left = last_pos + 1 - pos - TD_KV_TILE, m = left < TD_KV_TILE ? left : TD_KV_TILE;
+        gather_tile<T>(a, pos + TD_KV_TILE, m, nk, nv, next_ks, next_vs);
+        prefetch_tile<T>(nk, nv, (m + 15) / 16, dim);
+      }
+      if (wide) {
+        const float *kf[TD_KV_TILE / 16], *vw[TD_KV_TILE / 16];
+        widen_tile<T>(n, dim, kg, vg, room, kf, vw);
+        task_tile<float>(a, &t, kf, vw, sums, scores);
+      } else {
+        task_tile<T>(a, &t, kg, vg, sums, scores);
       }
     }
     for (int64_t i = 0; i < nq; i++) merge_into(totals + i * stride + 16, sums + i * stride + 16, dim);

@@ -129,10 +129,11 @@ void Decoder::plan_sequence(int32_t s, int64_t rows, int64_t others) {
   const int64_t entry = m_.head_dim + 2, need = rows * m_.heads * splits * entry;
   const bool spread = rows <= 8 && splits > 1 && others < 4 * pool_->size() && partial_floats_ + need <= partial_room_ &&
                       merges_.size() + static_cast<size_t>(rows * m_.heads) <= merges_.capacity();
+  const int64_t rows_per_task = group < TD_Q_MOST ? TD_Q_MOST / group : 1;
   for (int32_t h = 0; h < m_.kv_heads; h++) {
     if (!spread) {
-      for (int64_t r = step.row_start[s]; r < step.row_start[s + 1]; r += TD_Q_ROWS) {
-        int64_t end = r + TD_Q_ROWS < step.row_start[s + 1] ? r + TD_Q_ROWS : step.row_start[s + 1];
+      for (int64_t r = step.row_start[s]; r < step.row_start[s + 1]; r += rows_per_task) {
+        int64_t end = r + rows_per_task < step.row_start[s + 1] ? r + rows_per_task : step.row_start[s + 1];
         int64_t reach = step.start[s] + (end - step.row_start[s]) - 1;
         tasks_.push_back({s, h, static_cast<int32_t>(r), static_cast<int32_t>(end), 0,
                           static_cast<int32_t>(reach / TD_KV_SPLIT + 1), -1});

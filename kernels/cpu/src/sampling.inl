@@ -1,40 +1,72 @@
 // Reductions over logits, and Gumbel noise from Philox4x32-10. Ties go to the lowest id.
 
+// Index of the greatest value; -1 if all are -inf, -2 if one is NaN or +inf.
 static int64_t argmax(const float* x, int64_t n) {
+  const vf infinite = set1(__builtin_inff());
   vf best = set1(-__builtin_inff());
+  uint32_t sane = 0xffff;
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) best = vmax(ld(x + i), best);
+  for (; i + 16 <= n; i += 16) {
+    vf v = ld(x + i);
+    sane &= lanes(lt(v, infinite));
+    best = vmax(v, best);
+  }
   float top = hmax(best);
-  for (; i < n; i++)
+  for (; i < n; i++) {
+    if (!(x[i] < __builtin_inff())) sane = 0;
     if (x[i] > top) top = x[i];
-  for (i = 0; i < n; i++)
+  }
+  if (sane != 0xffff) return -2;
+  if (top == -__builtin_inff()) return -1;
+  for (i = 0; i + 16 <= n; i += 16)
+    if (uint32_t hit = lanes(lt(ld(x + i), set1(top))) ^ 0xffff) return i + __builtin_ctz(hit);
+  for (; i < n; i++)
     if (x[i] == top) return i;
-  return -1;
+  return -2;
 }
 
-// log(sum(exp(x))) in fp32 over fixed lanes; -inf entries count nothing.
-static float logsumexp(const float* x, int64_t n) {
-  vf best = set1(-__builtin_inff());
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) best = vmax(ld(x + i), best);
-  float top = hmax(best);
-  for (; i < n; i++)
-    if (x[i] > top) top = x[i];
-  if (top == -__builtin_inff()) return top;
-  // Double-width sums per chunk keep the error of 10^5 addends under 1e-7.
+static void divide(const float* x, int64_t n, float by, float* out) {
+  for (int64_t i = 0; i < n; i += 16) st_n(out + i, div(ld_n(x + i, n - i), set1(by)), n - i);
+}
+
+// Sum of exp(x - top) over x >= floor. fp32 within 512 values, fp64 over them: the error of 10^5 addends stays < 1e-7.
+static double expsum(const float* x, int64_t n, float top, float floor) {
+  const vf minus = set1(-__builtin_inff());
   double total = 0.0;
-  for (i = 0; i < n; i += 512) {
+  for (int64_t i = 0; i < n; i += 512) {
     vf s = set1(0.0f);
     int64_t end = i + 512 < n ? i + 512 : n, j = i;
-    for (; j + 16 <= end; j += 16) s = add(s, vexp(sub(ld(x + j), set1(top))));
+    for (; j + 16 <= end; j += 16) {
+      vf v = ld(x + j);
+      s = add(s, vexp(sub(sel(lt(v, set1(floor)), minus, v), set1(top))));
+    }
     if (j < end) {
       float t[16];
-      for (int64_t l = 0; l < 16; l++) t[l] = j + l < end ? x[j + l] : -__builtin_inff();
+      for (int64_t l = 0; l < 16; l++) t[l] = j + l < end && !(x[j + l] < floor) ? x[j + l] : -__builtin_inff();
       s = add(s, vexp(sub(ld(t), set1(top))));
     }
     total += (double)hsum(s);
   }
-  return (float)((double)top + __builtin_log(total));
+  return total;
+}
+
+// Indices of values >= least, ascending; at most room of them. Returns how many there are in all.
+static int64_t find_from(const float* x, int64_t n, float least, int32_t* out, int64_t room) {
+  int64_t count = 0, i = 0;
+  for (; i + 16 <= n; i += 16) {
+    uint32_t hit = lanes(lt(ld(x + i), set1(least))) ^ 0xffff;
+    while (hit) {
+      if (count < room) out[count] = (int32_t)(i + __builtin_ctz(hit));
+      count++;
+      hit &= hit - 1;
+    }
+  }
+  for (; i < n; i++)
+    if (!(x[i] < least)) {
+      if (count < room) out[count] = (int32_t)i;
+      count++;
+    }
+  return count;
 }
 
 static int64_t count_greater(const float* x, int64_t n, float than) {
@@ -93,39 +125,66 @@ static inline vf gumbel(vi ids, const TdSample* p) {
   return sub(set1(0.0f), vlog(sub(set1(0.0f), vlog(u))));
 }
 
-// Argmax of x * scale + noise over all ids. A block whose best logit can't win with the largest possible noise
-// (16.7 for these uniforms) is skipped: exact, and most of a vocabulary is.
-static int64_t argmax_noise(const float* x, int64_t n, float scale, const TdSample* p) {
+// The reference value of the noise: logarithms in fp64, rounded once.
+static inline float gumbel_exact(int32_t id, const TdSample* p) {
   static const int32_t step[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  float best = -__builtin_inff();
+  int32_t words[16];
+  vi w = philox_word(addi(ldi(step), set1i(id)), p);
+  __builtin_memcpy(words, &w, sizeof(words));
+  float u = ((float)((uint32_t)words[0] >> 9) + 0.5f) * 1.1920928955078125e-7f;
+  return (float)-__builtin_log(-__builtin_log((double)u));
+}
+
+static inline void consider(int32_t id, float value, const TdSample* p, float* best, int64_t* where) {
+  float y = value + gumbel_exact(id, p);
+  if (*where < 0 || y > *best || (y == *best && id < *where)) {
+    *best = y;
+    *where = id;
+  }
+}
+
+// Argmax of value + noise, ties to the lowest id. Exact: `first`, the greatest value's id, gives a bound; noise is at
+// most 16.64, so most of a vocabulary can't win; of the rest fp32 noise (error < 1e-4) leaves a few for fp64.
+static int64_t argmax_noise(const float* x, int64_t n, int64_t first, float floor, const TdSample* p) {
+  static const int32_t step[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const float slack = 1e-3f + 1e-5f * __builtin_fabsf(x[first]);
+  float best = 0.0f;
   int64_t where = -1;
-  int64_t start = argmax(x, n);
-  if (start < 0) return -1;
-  // Begin with the likeliest block, so that the bound is high from the start.
-  for (int pass = 0; pass < 2; pass++) {
-    int64_t lo = pass ? 0 : start / 16 * 16, hi = pass ? n : lo + 16;
-    for (int64_t i = lo; i < hi && i < n; i += 16) {
-      if (pass && i == start / 16 * 16) continue;
-      vf v;
-      if (i + 16 <= n) {
-        v = mul(ld(x + i), set1(scale));
-      } else {
-        float t[16];
-        for (int64_t l = 0; l < 16; l++) t[l] = i + l < n ? x[i + l] : -__builtin_inff();
-        v = mul(ld(t), set1(scale));
-      }
-      if (!lanes(gt(add(v, set1(16.8f)), set1(best))) && where >= 0) continue;
-      float y[16], g[16];
-      st(g, v);
-      st(y, add(v, gumbel(addi(ldi(step), set1i((int32_t)i)), p)));
-      for (int64_t l = 0; l < 16 && i + l < n; l++) {
-        if (g[l] == -__builtin_inff() || !(y[l] >= best)) continue;
-        if (y[l] > best || where < 0 || i + l < where) {
-          best = y[l];
-          where = i + l;
-        }
-      }
+  consider((int32_t)first, x[first], p, &best, &where);
+  for (int64_t i = 0; i < n; i += 16) {
+    float least = best - 16.65f - slack;
+    if (floor > least) least = floor;
+    vf v;
+    if (i + 16 <= n) {
+      v = ld(x + i);
+    } else {
+      float t[16];
+      for (int64_t l = 0; l < 16; l++) t[l] = i + l < n ? x[i + l] : -__builtin_inff();
+      v = ld(t);
+    }
+    uint32_t open = lanes(lt(v, set1(least))) ^ 0xffff;
+    if (!open) continue;
+    vf y = add(v, gumbel(addi(ldi(step), set1i((int32_t)i)), p));
+    open &= lanes(lt(y, set1(best - slack))) ^ 0xffff;
+    while (open) {
+      int64_t id = i + __builtin_ctz(open);
+      open &= open - 1;
+      if (id < n && x[id] > -__builtin_inff()) consider((int32_t)id, x[id], p, &best, &where);
     }
   }
   return where;
+}
+
+// The same over a list of ids.
+static int64_t argmax_noise_of(const float* x, const int32_t* ids, int64_t count, const TdSample* p) {
+  float best = 0.0f;
+  int64_t where = -1;
+  for (int64_t i = 0; i < count; i++) consider(ids[i], x[ids[i]], p, &best, &where);
+  return where;
+}
+
+static void noise(const TdSample* p, int64_t n, float* fast, float* exact) {
+  static const int32_t step[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int64_t i = 0; i < n; i += 16) st_n(fast + i, gumbel(addi(ldi(step), set1i((int32_t)i)), p), n - i);
+  for (int64_t i = 0; i < n; i++) exact[i] = gumbel_exact((int32_t)i, p);
 }

@@ -11,7 +11,7 @@
 #endif
 
 // Bumped whenever a structure or a tile layout changes; Python checks it.
-#define TD_ABI_VERSION 1
+#define TD_ABI_VERSION 2
 
 // Forms of a weight in tiles of 16 outputs x 32 inputs. Names say which file format they hold exactly.
 enum TdKind {
@@ -131,9 +131,9 @@ struct TdAttn {
 
 #define TD_KV_TILE 64    // positions per softmax tile, at absolute multiples
 #define TD_KV_SPLIT 512  // positions per split, at absolute multiples
-#define TD_Q_ROWS 16     // rows per attention task
+#define TD_Q_MOST 64     // queries (rows x heads of a group) per attention task, if a group has no more
 
-// Sampling of one row. Fields of neutral value switch a filter off.
+// Sampling of one row. top_k 0, top_p 1 and min_p 0 switch a filter off; temperature 0 is greedy.
 struct TdSample {
   float temperature;
   float top_p;
@@ -143,7 +143,7 @@ struct TdSample {
   int32_t position;
   int32_t choice;
   int32_t purpose;
-  int32_t top_n;  // alternatives wanted; -1: no logprobs
+  int32_t reserved;
 };
 
 struct TdKernels {
@@ -162,10 +162,14 @@ struct TdKernels {
   void (*attention)(const TdAttn*);
   void (*merge)(const float* parts, int64_t n_parts, int64_t stride, int64_t head_dim, float* out);
   int64_t (*argmax)(const float* x, int64_t n);
-  int64_t (*argmax_noise)(const float* x, int64_t n, float scale, const TdSample*);
-  float (*logsumexp)(const float* x, int64_t n);
+  void (*divide)(const float* x, int64_t n, float by, float* out);
+  double (*expsum)(const float* x, int64_t n, float top, float floor);
+  int64_t (*find_from)(const float* x, int64_t n, float least, int32_t* out, int64_t room);
   int64_t (*count_greater)(const float* x, int64_t n, float than);
+  int64_t (*argmax_noise)(const float* x, int64_t n, int64_t first, float floor, const TdSample*);
+  int64_t (*argmax_noise_of)(const float* x, const int32_t* ids, int64_t count, const TdSample*);
+  void (*noise)(const TdSample*, int64_t n, float* fast, float* exact);
 };
 
 #define TD_ATTN_SCRATCH(head_dim, group) \
-  (2 * TD_KV_TILE * (head_dim) + TD_Q_ROWS * (group) * ((head_dim) + TD_KV_TILE + 8) * 2 + 256)
+  (2 * TD_KV_TILE * (head_dim) + ((group) > TD_Q_MOST ? (group) : TD_Q_MOST) * (2 * (head_dim) + TD_KV_TILE + 32) + 64)
