@@ -195,7 +195,7 @@ def processes(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
         return
     with tempfile.TemporaryDirectory(prefix="ts") as name, contextlib.ExitStack() as stack:
         run = Path(name)
-        tandem = [sys.executable, "-m", "tandem.cli.main"]
+        tandem = [sys.executable, "-m", "tandem.cli"]
         draft = [*tandem, "draft", "--listen", f"unix:{run}/d.sock", *arguments.draft_args.split()]
         engine = [*tandem, "engine", "--model", arguments.model, *arguments.engine_args.split()]
         commands = [
