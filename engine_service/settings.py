@@ -54,7 +54,6 @@ class EngineSettings(Settings):
     # Speculation.
     draft: str = Field("", description="address of the draft service; empty: no speculation")
     draft_timeout_ms: float = Field(2.0, gt=0, description="longest wait for drafts in a step")
-    draft_max_batch: int = Field(16, ge=0, description="with more running sequences no drafts are sought")
     max_drafts: int = Field(16, ge=0, le=32, description="most drafted tokens per sequence and step")
     draft_max_batch: int = Field(16, ge=1, description="no drafts are asked for when more sequences decode")
     draft_stall_s: float = Field(
