@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.lm import loading
+from tandem.lm import loading, rejection
 from tandem.lm.batch import KV, build_batch
 from tandem.lm.embedding import embed
 from tandem.lm.processors import Row
@@ -45,6 +45,7 @@ class ModelRunner:
         # A model on a GPU leaves its logits there, and brings the sampler that reads them.
         self._forward = getattr(loaded.model, "raw_logits", loaded.model.logits)
         self._sampler = getattr(loaded.model, "new_sampler", Sampler)(loaded.vocab_size)
+        self._host_sampler = Sampler(loaded.vocab_size)
         self.spec = ModelSpec(
             architecture=loaded.architecture,
             vocab_size=loaded.vocab_size,
@@ -122,7 +123,11 @@ class ModelRunner:
         for item, output, first in zip(slices, outputs, firsts, strict=True):
             if not item.sample:
                 continue
-            _verify(item, sampled.ids[first : first + 1 + len(item.drafts)], sampled.errors, first, output)
+            stop = first + 1 + len(item.drafts)
+            if item.distributions is None:
+                _verify(item, sampled.ids[first:stop], sampled.errors, first, output)
+            else:
+                rejection.verify(self._host_sampler, _host(logits[first:stop]), item, rows[first:stop], output)
             if item.sequence.params.logprobs is not None:
                 scored.append((output, first, item.sequence.params.logprobs))
         _score_sampled(logits, scored)
@@ -148,6 +153,7 @@ class ModelRunner:
     def forget(self, sequence_id: int) -> None:
         """Drops what is held about a sequence that has ended."""
         self._sampler.forget(sequence_id)
+        self._host_sampler.forget(sequence_id)
 
     def close(self) -> None:
         """Frees weights and KV."""

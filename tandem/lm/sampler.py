@@ -70,32 +70,64 @@ class Sampler:
 
     def _draw(self, logits: np.ndarray, rows: list[Row], truncated: bool) -> np.ndarray:
         """Gumbel-max over survivors of processed logits: ids int64 [rows]."""
-        params = [row.params for row in rows]
-        scaled = logits / np.asarray([item.temperature for item in params], dtype=np.float32)[:, None]
-        min_p = np.asarray([item.min_p for item in params], dtype=np.float32)
-        seeds = np.asarray([item.seed for item in params], dtype=np.uint64)
-        positions = np.asarray([row.position for row in rows])
-        choices = np.asarray([row.sequence.choice for row in rows])
-        if truncated:
-            top_k = np.asarray([item.top_k for item in params])
-            top_p = np.asarray([item.top_p for item in params], dtype=np.float32)
-            left = truncate(scaled, top_k, top_p, min_p)
-        else:
-            left = _contenders(scaled, min_p, seeds, positions, choices)
-        keyed = (seeds[left.rows], positions[left.rows], left.ids, choices[left.rows])
-        return _best(left, left.logits + noise.gumbel(*keyed, Purpose.SAMPLE), len(rows))
+        scaled, keys = temper(logits, rows), Keys.of(rows)
+        min_p = np.asarray([row.params.min_p for row in rows], dtype=np.float32)
+        left = _truncated(scaled, rows, min_p) if truncated else _contenders(scaled, min_p, keys)
+        return best(left, left.logits + keys.gumbel(left, Purpose.SAMPLE), len(rows))
 
 
-def _contenders(
-    scaled: np.ndarray, min_p: np.ndarray, seeds: np.ndarray, positions: np.ndarray, choices: np.ndarray
-) -> Survivors:
+@dataclass(frozen=True)
+class Keys:
+    """What the noise of each row is keyed by, besides the token id."""
+
+    seeds: np.ndarray
+    positions: np.ndarray
+    choices: np.ndarray
+
+    @staticmethod
+    def of(rows: list[Row]) -> Keys:
+        return Keys(
+            np.asarray([row.params.seed for row in rows], dtype=np.uint64),
+            np.asarray([row.position for row in rows]),
+            np.asarray([row.sequence.choice for row in rows]),
+        )
+
+    def gumbel(self, left: Survivors, purpose: Purpose) -> np.ndarray:
+        """Noise fp32 for each survivor."""
+        rows = left.rows
+        return noise.gumbel(self.seeds[rows], self.positions[rows], left.ids, self.choices[rows], purpose)
+
+
+def temper(logits: np.ndarray, rows: list[Row]) -> np.ndarray:
+    """Logits divided by each row's temperature, fp32."""
+    return logits / np.asarray([row.params.temperature for row in rows], dtype=np.float32)[:, None]
+
+
+def survivors(scaled: np.ndarray, rows: list[Row]) -> Survivors:
+    """All ids that temperature-scaled logits leave after min_p, top-k and top-p."""
+    min_p = np.asarray([row.params.min_p for row in rows], dtype=np.float32)
+    if any(row.params.top_k > 0 or row.params.top_p < 1.0 for row in rows):
+        return _truncated(scaled, rows, min_p)
+    with np.errstate(divide="ignore"):
+        floor = scaled.max(axis=1) + np.log(min_p)
+    where, ids = np.nonzero((scaled >= floor[:, None]) & (scaled > NEVER))
+    return Survivors(where, ids, scaled[where, ids])
+
+
+def _truncated(scaled: np.ndarray, rows: list[Row], min_p: np.ndarray) -> Survivors:
+    top_k = np.asarray([row.params.top_k for row in rows])
+    top_p = np.asarray([row.params.top_p for row in rows], dtype=np.float32)
+    return truncate(scaled, top_k, top_p, min_p)
+
+
+def _contenders(scaled: np.ndarray, min_p: np.ndarray, keys: Keys) -> Survivors:
     """Ids that can win at all: noise is bounded, so what lies too far below one known value cannot.
 
     Exact: the greatest logit's own value is a lower bound of the winner's, and no noise exceeds GUMBEL_MAX.
     """
     first = scaled.argmax(axis=1)
     peak = scaled[np.arange(len(scaled)), first]
-    reached = peak + noise.gumbel(seeds, positions, first, choices, Purpose.SAMPLE)
+    reached = peak + noise.gumbel(keys.seeds, keys.positions, first, keys.choices, Purpose.SAMPLE)
     with np.errstate(divide="ignore"):
         floor = np.maximum(reached - np.float32(noise.GUMBEL_MAX + _SLACK) - np.abs(peak) * 1e-6, peak + np.log(min_p))
     # The first id always stays, whatever rounding does to the floor.
@@ -103,7 +135,7 @@ def _contenders(
     return Survivors(rows, ids, scaled[rows, ids])
 
 
-def _best(left: Survivors, values: np.ndarray, rows: int) -> np.ndarray:
+def best(left: Survivors, values: np.ndarray, rows: int) -> np.ndarray:
     """Id of the greatest value per row, ties to the lowest id; every row has at least one survivor."""
     order = np.lexsort((left.ids, -values, left.rows))
     starts = np.searchsorted(left.rows[order], np.arange(rows))

@@ -65,7 +65,7 @@ class GenericModel:
             raise UnsupportedModel(
                 f"{type(model).__name__} has attention code of its own that cannot read a paged cache"
             )
-        self._model = model.to(device).eval().requires_grad_(False)
+        self._model = cast(Any, model).to(device).eval().requires_grad_(False)
         self.config = model.config.get_text_config(decoder=True)
         self.vocab_size, self.hidden_size = int(self.config.vocab_size), int(self.config.hidden_size)
         self.max_position = int(
