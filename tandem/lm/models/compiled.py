@@ -17,7 +17,9 @@ from kernels.cpu.tile_cache import Entry, open_tiles, write_tiles
 from kernels.cpu.tiles import LAYOUT_VERSION, Kind, Source, TileWeight, exact_kind, pack
 from tandem.lm.batch import KV, StepBatch
 from tandem.lm.config import ModelConfig, UnsupportedModel
+from tandem.lm.models.compiled_sampler import CompiledSampler, token_scores
 from tandem.lm.models.native import rotary_tables
+from tandem.lm.types import TokenScore
 from tandem.lm.weights import RawTensor, WeightSource
 from tandem.paths import cache_dir
 
@@ -69,6 +71,7 @@ class CompiledModel:
         self.dtype_name = "float32" if self._kind is Kind.F32 else dtype
         self.default_kv_dtype = "float32" if exact else "bfloat16"
         self._positions = positions
+        self._logits = np.empty((0, config.vocab_size), np.float32)
         self._model = self._build(source, self._all_tiles(source, digest, progress))
         tiles = {id(tile): tile for tile in self._tiles()}
         self.weight_bytes = sum(tile.nbytes for tile in tiles.values())
@@ -181,8 +184,18 @@ class CompiledModel:
     def new_kv(self, num_blocks: int, block_size: int, kv_dtype: str, max_rows: int) -> CompiledKV:
         return CompiledKV(self._model, num_blocks, block_size, kv_dtype, max_rows, self._positions)
 
+    def new_sampler(self, vocab_size: int) -> CompiledSampler:
+        return CompiledSampler(vocab_size)
+
+    def token_scores(self, logits: np.ndarray, ids: list[int], alternatives: list[int]) -> list[TokenScore]:
+        return token_scores(logits, ids, alternatives)
+
     def logits(self, batch: StepBatch, kv: KV) -> np.ndarray:
-        out = np.empty((len(batch.logit_rows), self._model.vocab), np.float32)
+        """Valid until the next call: megabytes that were mapped afresh in each step would cost more than sampling."""
+        rows = len(batch.logit_rows)
+        if rows > len(self._logits):
+            self._logits = np.empty((max(rows, 2 * len(self._logits)), self._model.vocab), np.float32)
+        out = self._logits[:rows]
         self._forward(batch, cast(CompiledKV, kv), logits=out if len(out) else None)
         return out
 
