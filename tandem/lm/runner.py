@@ -17,9 +17,11 @@ from tandem.lm.processors import Row
 from tandem.lm.runner_settings import RunnerSettings
 from tandem.lm.sampler import Sampler
 from tandem.lm.scores import token_scores
-from tandem.lm.types import ModelSpec, Runner, Slice, SliceOutput
+from tandem.lm.types import ModelSpec, Runner, Slice, SliceOutput, TokenScore
 
 log = logging.getLogger(__name__)
+
+Scorer = Callable[[np.ndarray, list[int], list[int]], list[TokenScore]]
 
 # Prompt logits are reduced in tiles of so many rows: a vocabulary of 150,000 in fp32 is 40 MB then.
 _PROMPT_TILE = 64
@@ -46,6 +48,7 @@ class ModelRunner:
         self._forward = getattr(loaded.model, "raw_logits", loaded.model.logits)
         self._sampler = getattr(loaded.model, "new_sampler", Sampler)(loaded.vocab_size)
         self._host_sampler = Sampler(loaded.vocab_size)
+        self._scores: Scorer = getattr(loaded.model, "token_scores", token_scores)
         self.spec = ModelSpec(
             architecture=loaded.architecture,
             vocab_size=loaded.vocab_size,
@@ -91,7 +94,7 @@ class ModelRunner:
             ids = sequence.token_ids[start + 1 : min(stop + 1, sequence.prompt_len)]
             part = replace(item, start=start, count=stop - start, drafts=(), sample=False, mask=None)
             logits = _host(self._logits([part], np.arange(len(ids))))
-            output.prompt_scores += token_scores(logits, ids, [alternatives] * len(ids))
+            output.prompt_scores += self._scores(logits, ids, [alternatives] * len(ids))
         # The last row once more, for its sample: it writes the same KV.
         return replace(item, start=end - 1, count=1)
 
@@ -130,7 +133,7 @@ class ModelRunner:
                 rejection.verify(self._host_sampler, _host(logits[first:stop]), item, rows[first:stop], output)
             if item.sequence.params.logprobs is not None:
                 scored.append((output, first, item.sequence.params.logprobs))
-        _score_sampled(logits, scored)
+        _score_sampled(self._scores, logits, scored)
 
     def idle(self) -> bool:
         """Does one piece of work that waits for an idle gap (capturing a decode step). Whether more is waiting."""
@@ -189,12 +192,12 @@ def _host(logits: Any) -> np.ndarray:
     return logits if isinstance(logits, np.ndarray) else logits.cpu().numpy()
 
 
-def _score_sampled(logits: Any, scored: list[tuple[SliceOutput, int, int]]) -> None:
+def _score_sampled(score: Scorer, logits: Any, scored: list[tuple[SliceOutput, int, int]]) -> None:
     """Fills `scores` of outputs that want them: (output, its first row of logits, alternatives)."""
     rows = [first + step for output, first, _ in scored for step in range(len(output.token_ids))]
     ids = [token for output, _, _ in scored for token in output.token_ids]
     alternatives = [count for output, _, count in scored for _ in output.token_ids]
-    found = iter(token_scores(_host(logits[rows]), ids, alternatives) if rows else [])
+    found = iter(score(_host(logits[rows]), ids, alternatives) if rows else [])
     for output, _, _ in scored:
         output.scores = [next(found) for _ in output.token_ids]
 
