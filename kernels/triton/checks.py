@@ -238,7 +238,7 @@ def _check_sampling(device: torch.device) -> list[Check]:
 
 
 def run_checks(device: torch.device, *, small: bool) -> list[Check]:
-    """Every kernel against its reference in fp64, on fresh random inputs and poisoned outputs; small: interpreter sizes."""
+    """Every kernel against its fp64 reference, on fresh inputs and poisoned outputs; small: interpreter sizes."""
     sized = (_check_attention, _check_linears)
     found = [check for group in sized for check in group(device, small)]
     return found + [check for group in (_check_rows, _check_kv_write, _check_sampling) for check in group(device)]

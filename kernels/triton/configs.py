@@ -8,12 +8,14 @@ KiB).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 import torch
 
@@ -35,16 +37,37 @@ class ConfigError(ValueError):
     """A tile configuration file is malformed or lacks an entry."""
 
 
+def cache_file(target: str) -> Path:
+    """Where tiles that were tuned on this machine lie; they come before the shipped ones."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tandem" / "tiles" / f"{target}.json"
+
+
 @cache
 def _table(name: str) -> dict[str, Tile]:
-    path = resources.files("kernels.triton") / "configs" / f"{name}.json"
-    if not path.is_file():
-        return {}
-    try:
-        entries = json.loads(path.read_text())
-        return {key: Tile(**value) for key, value in entries["tiles"].items()}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"tile configuration {name}.json: {error}") from error
+    shipped = resources.files("kernels.triton") / "configs" / f"{name}.json"
+    found: dict[str, Tile] = {}
+    for path in (shipped, cache_file(name)):
+        try:
+            if path.is_file():
+                entries = json.loads(path.read_text())
+                found |= {key: Tile(**value) for key, value in entries["tiles"].items()}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"tile configuration {path}: {error}") from error
+    return found
+
+
+def save_tiles(target: str, tiles: dict[str, Tile]) -> Path:
+    """Adds tiles to this machine's cache of a target, and makes them take effect. Returns the file."""
+    path = cache_file(target)
+    known = json.loads(path.read_text())["tiles"] if path.is_file() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known |= {key: asdict(value) for key, value in tiles.items()}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"tiles": known}, indent=1))
+    temporary.replace(path)
+    _table.cache_clear()
+    return path
 
 
 def names() -> tuple[str, ...]:
