@@ -236,8 +236,8 @@ class LengthControl:
 class AskPolicy:
     """When to ask the draft for one sequence, and what asking has brought.
 
-    `gain` is a moving average of right drafts per question. As long as that is worth less time than a question costs,
-    the sequence asks only every 2, 4, … steps; a fruitful question brings it back at once.
+    `gain` is a moving average of accepted drafts per question. As long as that is worth less time than a question
+    costs, the sequence asks only every 2, 4, … steps; a fruitful question brings it back at once.
     """
 
     gain: float = 1.0
@@ -246,7 +246,7 @@ class AskPolicy:
     skipped: int = 0
 
     MAX_INTERVAL = 64
-    # Right drafts of one question count up to this many: a long copy ends at an unknown place.
+    # Drafts of one question count up to this many: a long copy ends at an unknown place.
     MAX_GAIN = 8.0
 
     def skip(self) -> None:
@@ -262,11 +262,11 @@ class AskPolicy:
         self.skipped = 0
         self.questions += 1
 
-    def learn(self, right: int, pays: bool) -> None:
-        """The last question brought `right` drafts that came true; pays: the average is worth the cost of asking."""
+    def learn(self, used: int, pays: bool) -> None:
+        """The last question brought `used` accepted drafts; pays: the average is worth the cost of asking."""
         rate = max(0.15, 1 / (1 + self.questions))
-        self.gain += rate * (min(right, self.MAX_GAIN) - self.gain)
-        if right > 0 or pays:
+        self.gain += rate * (min(used, self.MAX_GAIN) - self.gain)
+        if used > 0 or pays:
             self.interval = 1
         else:
             self.interval = min(2 * self.interval, self.MAX_INTERVAL)

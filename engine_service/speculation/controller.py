@@ -31,7 +31,7 @@ T = TypeVar("T")
 # Best chance that is believed when asking whether drafts could pay at all.
 _BEST_CHANCE = 0.9
 # What a question costs the engine even if nobody waits for it: the draft and the reader need a core for a moment.
-_MESSAGE_MS = 0.15
+_MESSAGE_MS = 0.3
 # Ended sequences whose last tokens wait for the next question, so that the draft learns whole outputs.
 _MAX_LAST_WORDS = 64
 # A sequence that the draft loses more often gets no further drafts.
@@ -105,6 +105,8 @@ class DraftSpeculation:
             self.stats.proposer(proposer).add(proposed, accepted)
         state = self._sequences.get(sequence_id)
         if state is not None:
+            if state.kept is not None:
+                state.kept.used += accepted
             self._align(state)
 
     def step_done(self, batch_rows: int, prefill_tokens: int, step_ms: float) -> None:
@@ -206,11 +208,12 @@ class DraftSpeculation:
         if state.kept is not None:
             ended = state.align(self._prior.setdefault(state.kept.proposer, Acceptance()))
             if ended is not None:
-                self._ended(state, ended.right)
+                self._ended(state, ended.used)
 
-    def _ended(self, state: SequenceState, right: int) -> None:
+    def _ended(self, state: SequenceState, used: int) -> None:
+        """An answer is used up or was of no use: was the question worth asking?"""
         pays = state.policy.gain * self.control.token_ms(max(1, self._batch)) > _MESSAGE_MS
-        state.policy.learn(right, pays)
+        state.policy.learn(used, pays)
 
     # Questions and answers.
 

@@ -24,8 +24,8 @@ class Kept:
     distributions: tuple[SparseDistribution, ...] | None = None
     # No draft of the answer has been compared yet.
     fresh: bool = True
-    # Drafts of the answer that came true.
-    right: int = 0
+    # Drafts of the answer that were run and accepted: what asking was good for.
+    used: int = 0
 
 
 @dataclass(slots=True)
@@ -78,7 +78,6 @@ class SequenceState:
         for acceptance in (self.acceptance, prior):
             acceptance.learn(kept.fresh, agreed, failed, kept.confidence)
         kept.fresh = False
-        kept.right += agreed
         if failed or agreed == len(kept.ids):
             self.kept = None
             return kept

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
-from engine_service.speculation import NullSpeculation, SpecCandidate
+from engine_service.speculation import Draft, NullSpeculation, SpecCandidate
 from engine_service.speculation.client import DraftClient
 from engine_service.speculation.controller import DraftSpeculation, SpeculationOptions, connect
 from tandem.draft.v1 import draft_pb2 as pb
@@ -379,7 +379,11 @@ def test_rejection_gives_each_draft_a_distribution(bench: Callable[..., Bench]) 
     under_test = bench(answer_with(always_right(mixing)), rejection=True)
     sequence = Sequence(1, 0, SamplingParams(temperature=1.0), [1, 2, 3, 4], 3)
     under_test.controller.started(sequence, "")
-    draft = under_test.controller.propose([SpecCandidate(sequence, 4, False)])[1]
+    found: list[Draft] = []
+    while not found:
+        wait_until(under_test.answered)
+        found = list(under_test.controller.propose([SpecCandidate(sequence, 4, False)]).values())
+    (draft,) = found
     assert draft.distributions is not None
     assert len(draft.distributions) == len(draft.ids)
     for token, (ids, chances) in zip(draft.ids, draft.distributions, strict=True):
