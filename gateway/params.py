@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import orjson
+
 from gateway.client import LoadedTokenizer
 from gateway.errors import ApiError, bad
 from gateway.schemas.sampling import SamplingBody
@@ -124,8 +126,18 @@ def truncated(ids: list[int], keep: int | None, max_model_len: int, max_tokens: 
     return ids[-limit:]
 
 
-def _schema_text(schema: Any) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+def _schema_text(schema: Any, param: str) -> str:
+    """A JSON schema as JSON text. Raises ApiError for what is none."""
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise bad(f"{param} is not valid JSON: {error}.", param, "invalid_grammar") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise bad(f"{param} must be a JSON schema that something can match.", param, "invalid_grammar")
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def structured_output(body: SamplingBody) -> pb.StructuredOutput | None:
@@ -136,7 +148,7 @@ def structured_output(body: SamplingBody) -> pb.StructuredOutput | None:
     """
     found: list[tuple[str, dict[str, Any]]] = []
     if body.guided_json is not None:
-        found.append(("guided_json", {"json_schema": _schema_text(body.guided_json)}))
+        found.append(("guided_json", {"json_schema": _schema_text(body.guided_json, "guided_json")}))
     if body.guided_regex is not None:
         found.append(("guided_regex", {"regex": body.guided_regex}))
     if body.guided_choice is not None:
@@ -148,7 +160,7 @@ def structured_output(body: SamplingBody) -> pb.StructuredOutput | None:
     if form is not None and form.type == "json_object":
         found.append(("response_format", {"json_object": True}))
     elif form is not None and form.type == "json_schema" and form.json_schema is not None:
-        found.append(("response_format", {"json_schema": _schema_text(form.json_schema.schema_)}))
+        found.append(("response_format", {"json_schema": _schema_text(form.json_schema.schema_, "response_format")}))
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise bad(f"Only one constraint is possible, but the request has {names}.", found[1][0])
@@ -161,7 +173,7 @@ def _structured_outputs(body: SamplingBody) -> list[tuple[str, dict[str, Any]]]:
         return []
     found: list[dict[str, Any]] = []
     if wanted.json_ is not None:
-        found.append({"json_schema": _schema_text(wanted.json_)})
+        found.append({"json_schema": _schema_text(wanted.json_, "structured_outputs")})
     if wanted.regex is not None:
         found.append({"regex": wanted.regex})
     if wanted.choice is not None:
@@ -171,7 +183,7 @@ def _structured_outputs(body: SamplingBody) -> list[tuple[str, dict[str, Any]]]:
     if wanted.json_object:
         found.append({"json_object": True})
     if wanted.structural_tag is not None:
-        found.append({"structural_tag": _schema_text(wanted.structural_tag)})
+        found.append({"structural_tag": _schema_text(wanted.structural_tag, "structured_outputs")})
     if len(found) != 1:
         raise bad(
             f"structured_outputs holds {len(found)} constraints, but exactly one is needed: "

@@ -194,6 +194,11 @@ def test_structured_outputs_under_all_names(stand: Stand) -> None:
     assert kinds == ["json_schema"] * 3 + ["choice"] * 2
 
 
+def test_the_schema_true_allows_anything(stand: Stand) -> None:
+    chat(stand, guided_json=True)
+    assert stand.router.requests[0].structured.json_schema == "{}"
+
+
 def test_two_constraints_are_refused(stand: Stand) -> None:
     error = chat(stand, 400, guided_regex="a", guided_choice=["b"])["error"]
     assert "guided_regex" in error["message"] and "guided_choice" in error["message"]
