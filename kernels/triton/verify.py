@@ -13,8 +13,7 @@ from kernels.triton.truncation import order_key, scaled_logits, survives, trunca
 
 correct_interpreter()
 
-# Purposes of noise, the last word of the counter: as in tandem.lm.noise.
-SAMPLE, ACCEPT, RESIDUAL = 0, 1, 2
+# Purposes of noise, the last word of the counter, are as in tandem.lm.noise: 0 sample, 1 accept, 2 residual.
 # Key of −inf as int32 bits: a threshold that keeps every allowed token.
 KEEP_ALL = 0x007FFFFF
 
@@ -99,7 +98,8 @@ def accept_kernel(
         q = tl.sum(tl.where(tokens == draft, masses, 0.0), 0)
         p = tl.exp(tl.load(logits + index.to(tl.int64) * stride_logits + draft) - tl.load(log_sums + index))
         word = philox_word(tl.load(seeds + index), tl.load(positions + index), draft, tl.load(choices + index), 1)
-        going = uniform_of_word(word) * q < p
+        # A draft that its own distribution cannot have given is never kept.
+        going = (q > 0.0) & (uniform_of_word(word) * q < p)
         if going:
             kept += 1
             going = kept < count
@@ -110,8 +110,10 @@ def accept_kernel(
 def residual_kernel(
     logits,
     final_rows,
+    purposes,
     log_sums,
     accepted,
+    drafts,
     draft_tokens,
     draft_probabilities,
     row_start,
@@ -127,6 +129,7 @@ def residual_kernel(
     kept = tl.load(accepted + seq)
     index = begin + kept
     tl.store(final_rows + seq, index)
+    tl.store(purposes + seq, 0)
     if kept < count:
         lanes = tl.arange(0, WIDTH)
         log_sum = tl.load(log_sums + index)
@@ -137,9 +140,12 @@ def residual_kernel(
         value = tl.load(row + tokens, mask=inside, other=float("-inf"))
         p = tl.exp(value - log_sum)
         left = tl.where(inside, tl.maximum(p - masses, 0.0), 0.0)
-        # Tokens outside the draft's list keep all of p. Nothing left at all is rounding: then p itself is sampled.
+        # Tokens outside the draft's list keep all of p. Where nothing is left (rounding), or the draft is not from its
+        # distribution, the row is sampled as without drafts.
         outside = 1.0 - tl.sum(tl.where(inside, p, 0.0), 0)
-        if (tl.sum(left, 0) > 0.0) | (outside > 1e-6):
+        own = tl.sum(tl.where(inside & (tokens == tl.load(drafts + index)), masses, 0.0), 0)
+        if (own > 0.0) & ((tl.sum(left, 0) > 0.0) | (outside > 1e-6)):
+            tl.store(purposes + seq, 2)
             edited = tl.where(left > 0.0, tl.log(tl.maximum(left, 1e-45)) + log_sum, float("-inf"))
             tl.store(row + tokens, edited, mask=inside)
 
@@ -173,7 +179,8 @@ def rejection_sample(
     logits: processed fp32 [R, V], overwritten; params per row, purposes are not read; drafts: int32 [R]; draft_tokens:
     int32 [R, W] padded with −1 and draft_probabilities: fp32 [R, W], W a power of two; row_start: int32 [S + 1].
     Returns (accepted int32 [S], token int32 [S]): the token after the accepted drafts, from the residual after a
-    rejection, else from the target. Raises ValueError for other shapes.
+    rejection, else (also for a draft that its distribution does not name) from the target. Raises ValueError for
+    other shapes.
     """
     width = draft_tokens.shape[1]
     if width & (width - 1) or draft_probabilities.shape != draft_tokens.shape or logits.dtype != torch.float32:
@@ -181,7 +188,7 @@ def rejection_sample(
     rows, vocab = logits.shape
     sequences = row_start.numel() - 1
     accepted = torch.empty(sequences, dtype=torch.int32, device=logits.device)
-    final_rows = torch.empty_like(accepted)
+    final_rows, purposes = torch.empty_like(accepted), torch.empty_like(accepted)
     if rows == 0 or sequences == 0:
         return accepted.zero_(), final_rows.fill_(-1)
     thresholds, last_ties = truncate(logits, params.temperatures, params.min_ps, params.top_ks, params.top_ps)
@@ -208,8 +215,10 @@ def rejection_sample(
     residual_kernel[(sequences,)](
         logits,
         final_rows,
+        purposes,
         log_sums,
         accepted,
+        drafts,
         draft_tokens,
         draft_probabilities,
         row_start,
@@ -219,7 +228,6 @@ def rejection_sample(
         num_warps=1,
     )
     rows_of = final_rows.long()
-    rejected = accepted < (row_start[1:] - row_start[:-1] - 1)
     ones = torch.ones(sequences, dtype=torch.float32, device=logits.device)
     final = RowParams(
         temperatures=ones,
@@ -229,7 +237,7 @@ def rejection_sample(
         seeds=params.seeds[rows_of],
         positions=params.positions[rows_of],
         choices=params.choices[rows_of],
-        purposes=torch.where(rejected, RESIDUAL, SAMPLE).to(torch.int32),
+        purposes=purposes,
     )
     keep_all = torch.full((sequences,), KEEP_ALL, dtype=torch.int32, device=logits.device)
     none = torch.full_like(keep_all, -1)

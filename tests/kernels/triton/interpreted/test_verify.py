@@ -62,9 +62,10 @@ def by_hand(
         if index < len(drafts):
             token = drafts[index]
             u = float(noise.uniform(seed, position, token, choice, Purpose.ACCEPT)[0])
-            if u * float(draft[row, token]) < float(target[token]):
+            if float(draft[row, token]) > 0.0 and u * float(draft[row, token]) < float(target[token]):
                 continue
-            target, purpose = reference.residual(target, draft[row].double()), Purpose.RESIDUAL
+            if float(draft[row, token]) > 0.0:
+                target, purpose = reference.residual(target, draft[row].double()), Purpose.RESIDUAL
         gumbel = torch.from_numpy(noise.gumbel(seed, position, np.arange(VOCAB), choice, purpose))
         return index, int(torch.argmax(torch.log(target) + gumbel))
     raise AssertionError("the last row always answers")
@@ -80,6 +81,8 @@ def test_rejection_by_hand() -> None:
         draft = torch.where(draft >= draft.topk(8, -1).values[:, -1:], draft, 0.0)
         draft = draft / draft.sum(-1, keepdim=True)
         drafts = torch.multinomial(draft, 1)[:, 0].int()
+        # One draft that its distribution does not name: the row is sampled as without drafts.
+        drafts[0] = int(draft[0].argmin())
         params = row_params(8, temperature=[0.8] * 8, top_k=[0, 20, 0, 5, 0, 10, 10, 10], top_p=[0.95] * 8)
         accepted, tokens = rejection_sample(logits.clone(), params, drafts, *draft_lists(draft, 8), starts)
         first = 0
