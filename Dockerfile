@@ -15,7 +15,11 @@ WORKDIR /src
 # torch first: it changes rarely and takes longest.
 COPY deploy/setup/install_torch.py deploy/setup/
 RUN python deploy/setup/install_torch.py "$TORCH" --index "$TORCH_INDEX"
-COPY pyproject.toml setup.py README.md LICENSE NOTICE ./
+COPY pyproject.toml ./
+# Then what else is needed, so that a change of the sources installs nothing anew.
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > requirements.txt && pip install -c /opt/tandem/.stamps/constraints.txt -r requirements.txt
+COPY setup.py README.md LICENSE NOTICE ./
 COPY protos protos
 COPY tandem tandem
 COPY kernels kernels
@@ -23,7 +27,7 @@ COPY engine_service engine_service
 COPY draft_service draft_service
 COPY router router
 COPY gateway gateway
-RUN pip install -c /opt/tandem/.stamps/constraints.txt . \
+RUN pip install --no-deps . \
     # From elsewhere, so that the installed package is the one that is built.
     && cd / && python -c "from kernels.cpu.build import main; raise SystemExit(main())"
 RUN cd / && tandem models pull "$MODEL"

@@ -50,7 +50,8 @@ user=$(docker run --rm --entrypoint id "$TANDEM_IMAGE" -u)
 [ "$user" != 0 ] || die "the image runs as root"
 say "runs as uid $user"
 
-"${compose[@]}" up -d --no-build
+"${compose[@]}" down -v --remove-orphans >/dev/null 2>&1 || true
+"${compose[@]}" up -d --no-build || die "the stack does not start"
 ready
 model=$(curl -fsS "$url/v1/models" | python3 -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')
 say "ready; serves $model"
