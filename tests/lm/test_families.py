@@ -68,12 +68,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, path: Path) -> torch.nn.Module:
+def make(name: str, path: Path, **changes: Any) -> torch.nn.Module:
     """Saves a random checkpoint of the family and returns the model."""
     stem, extra = FAMILIES[name]
     model_class = getattr(transformers, f"{'Gemma3' if stem == 'Gemma3Text' else stem}ForCausalLM")
     torch.manual_seed(len(name))
-    config = getattr(transformers, f"{stem}Config")(**(SMALL | extra))
+    config = getattr(transformers, f"{stem}Config")(**(SMALL | extra | changes))
     model = model_class(config).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
