@@ -266,11 +266,12 @@ class StepLoop:
             return
         done = self._clock()
         self.stats.step_ends(plan)
+        # Before commit: what an entry samples is told by the tokens that it has not committed yet.
+        rows = sum(1 + len(entry.drafts) for entry in plan.entries if entry.samples)
+        prefill = sum(entry.count for entry in plan.entries if not (entry.samples and entry.count == 1))
         results = iter(outputs)
         for entry, piece in zip(plan.entries, slices, strict=True):
             self._commit(entry, next(results) if piece is not None else None, drafts, done)
-        rows = sum(1 + len(entry.drafts) for entry in plan.entries if entry.samples)
-        prefill = sum(entry.count for entry in plan.entries if not (entry.samples and entry.count == 1))
         self._speculation.step_done(rows, prefill, (done - now) * 1000)
 
     def _note_start(self, entry: Entry, now: float) -> None:

@@ -94,6 +94,8 @@ async def test_the_real_draft_process_changes_nothing_and_is_used(path: Path) ->
         with_drafts = await run_all(speculation)
         assert speculation.stats.accepted > 50
         assert speculation.stats.errors == 0
+        measured = speculation.control.cost
+        assert measured.age(1) < 500 and any(measured.age(rows) < 500 for rows in range(2, 16)), "no cost was learnt"
         assert set(speculation.stats.proposers) <= {"ngram", "suffix"}
     finally:
         process.kill()
