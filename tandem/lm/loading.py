@@ -126,6 +126,8 @@ def _generic(settings: RunnerSettings) -> Loaded:
     from tandem.lm.weights.safetensors_dir import TensorFiles, read_config
 
     path = settings.model_path
+    if settings.tensor_parallel_size > 1:
+        raise UnsupportedModel("models through transformers run with tensor_parallel_size 1 only")
     if settings.kernels == "native":
         raise UnsupportedModel("the compiled kernels do not run models through transformers")
     config = read_config(path)
@@ -159,6 +161,8 @@ def _native(settings: RunnerSettings, source: WeightSource, digest: str, progres
     from tandem.lm.models.native import NativeModel
 
     threads = cpu_threads(settings)
+    if settings.tensor_parallel_size > 1:
+        return _tensor_parallel(settings, source, threads, progress)
     if settings.kernels == "triton" or (settings.kernels == "auto" and settings.device != "cpu"):
         try:
             return _triton(settings, source, progress)
@@ -176,6 +180,16 @@ def _native(settings: RunnerSettings, source: WeightSource, digest: str, progres
     torch.set_num_threads(threads)
     dtype = weight_dtype(settings, source.config.torch_dtype)
     return NativeModel(source, dtype, torch.device(settings.device), progress)
+
+
+def _tensor_parallel(settings: RunnerSettings, source: WeightSource, threads: int, progress: Progress) -> Model:
+    """The plain torch path, shared out over processes."""
+    from tandem.lm import tensor_parallel
+
+    if settings.kernels not in ("auto", "torch"):
+        raise UnsupportedModel(f"kernels {settings.kernels!r} do not run with tensor_parallel_size above 1")
+    dtype = weight_dtype(settings, source.config.torch_dtype)
+    return tensor_parallel.load(settings, source, dtype, threads, progress)
 
 
 def _triton(settings: RunnerSettings, source: WeightSource, progress: Progress) -> Model:

@@ -159,7 +159,8 @@ class ModelRunner:
         self._host_sampler.forget(sequence_id)
 
     def close(self) -> None:
-        """Frees weights and KV."""
+        """Frees weights and KV, and ends other processes of the model."""
+        getattr(self._model, "close", bool)()
         del self._model, self._kv, self._forward
 
 

@@ -108,9 +108,16 @@ class Mlp:
 class Layer:
     """One decoder layer: norm, attention, norm, MLP or experts, with residuals."""
 
-    def __init__(self, source: WeightSource, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
         config, stem = source.config, f"layers.{layer}"
-        self.residual_scale = config.residual_scale
+        self.residual_scale, self.reduce = config.residual_scale, reduce
         self.attn_norm = Norm(source, f"{stem}.attn_norm", config.norm_eps, device)
         self.mlp_norm = Norm(source, f"{stem}.mlp_norm", config.norm_eps, device)
         self.post_attn_norm = self.post_mlp_norm = None
@@ -133,6 +140,7 @@ class Layer:
         return self._add(x, branch, self.post_mlp_norm)
 
     def _add(self, x: torch.Tensor, branch: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        branch = branch if self.reduce is None else self.reduce(branch)
         branch = branch if norm is None else norm(branch)
         return x + (branch if self.residual_scale == 1.0 else branch * self.residual_scale)
 
@@ -149,7 +157,9 @@ class NativeModel:
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        """reduce: adds up what several processes computed of one layer; None: this one computes all of it."""
         config = source.config
         self.config, self.dtype, self.device = config, dtype, device
         self.dtype_name = self.default_kv_dtype = str(dtype).removeprefix("torch.")
@@ -158,7 +168,7 @@ class NativeModel:
         self.embedding = source.tensor("embed.weight", dtype).to(device)
         self.layers = []
         for layer in range(config.num_layers):
-            self.layers.append(Layer(source, layer, dtype, device))
+            self.layers.append(Layer(source, layer, dtype, device, reduce))
             if progress is not None:
                 progress(layer + 1, config.num_layers)
         self.norm = Norm(source, "norm", config.norm_eps, device)
