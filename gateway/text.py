@@ -22,7 +22,7 @@ from gateway.sse import EventStream, openai_error, until_gone
 from tandem.inference.v1 import inference_pb2 as pb
 
 # Characters from which tokenizing would hold the event loop for too long (about 1 ms).
-OFF_LOOP_CHARS = 4_000
+OFF_LOOP_CHARS = 2_000
 MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
 T = TypeVar("T")
 

@@ -57,7 +57,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"text holds a lone surrogate at character {error.start}") from error
-        return list(self._inner.encode(text, add_special_tokens=add_special).ids)
+        # The batch call lets other threads run meanwhile; the single one holds the interpreter for seconds per megabyte.
+        return list(self._inner.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD. Ids outside the vocabulary stand for nothing."""

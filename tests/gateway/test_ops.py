@@ -242,3 +242,24 @@ def _wait_ready(url: str, process: Any) -> None:
         except httpx.TransportError:
             time.sleep(0.1)
     raise AssertionError("the workers did not get ready")
+
+
+def test_long_prompts_are_tokenized_off_the_event_loop(stand: Stand) -> None:
+    """Other threads run while a long text is tokenized: the encoder must not hold the interpreter."""
+    import threading
+
+    turns = 0
+    done = threading.Event()
+
+    def other() -> None:
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            time.sleep(0.001)
+
+    beside = threading.Thread(target=other)
+    beside.start()
+    tokenizer().encode("The quick brown fox jumps over the lazy dog. " * 5_000)
+    done.set()
+    beside.join()
+    assert turns > 5
