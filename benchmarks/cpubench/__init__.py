@@ -1,0 +1,1 @@
+"""Parts of benchmarks.cpu: workloads, servers, the machine's own limits, and the report."""
