@@ -151,7 +151,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, digest: bytes, parent: bytes, salt: bytes, token_ids: Sequence[int]) -> bool:
-        """Makes a full, computed block findable. False if an equal one is registered already; this one stays private."""
+        """Makes a full, computed block findable. False if an equal one is registered: this one stays private."""
         if not self.caching or digest in self._by_hash or self._content[block] is not None:
             return False
         self._content[block] = _Content(digest, parent, salt, pack_tokens(token_ids))
