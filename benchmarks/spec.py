@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import secrets
 import statistics
 import subprocess
 import sys
@@ -89,13 +90,15 @@ class Engine:
                     raise
             await asyncio.sleep(0.25)
 
-    async def run(self, prompt: list[int], tokens: int, temperature: float, seed: int) -> Answer:
+    async def run(self, prompt: list[int], tokens: int, temperature: float, seed: int, salt: str = "") -> Answer:
+        """salt: requests of different salts learn nothing from each other."""
         request = pb.GenerateRequest(
             model=self.model,
             token_ids=pb.TokenIds(ids=prompt),
             sampling=pb.SamplingParams(temperature=temperature, seed=seed),
             stop=pb.StopConditions(max_tokens=tokens),
             output=pb.OutputOptions(receipt=True),
+            cache_salt=salt,
         )
         answer, began = Answer(), time.perf_counter()
         async for response in self.stub.Generate(request):
@@ -120,12 +123,16 @@ def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(turns)
 
 
-async def single(on: Engine, off: Engine, prompts: list[list[int]], tokens: int, temperature: float) -> dict[str, object]:
+async def single(
+    on: Engine, off: Engine, prompts: list[list[int]], tokens: int, temperature: float, shared: bool = False
+) -> dict[str, object]:
     """Batch 1: each prompt on both engines, in turns."""
     pairs: list[tuple[Answer, Answer]] = []
     for index, prompt in enumerate(prompts):
         order = (on, off) if index % 2 else (off, on)
-        answers = {engine: await engine.run(prompt, tokens, temperature, seed=index) for engine in order}
+        # A salt of its own: a draft that has seen this very answer before would flatter.
+        salt = "" if shared else secrets.token_hex(4)
+        answers = {engine: await engine.run(prompt, tokens, temperature, index, salt) for engine in order}
         pairs.append((answers[on], answers[off]))
     for with_drafts, without in pairs:
         if with_drafts.ids != without.ids:
@@ -229,7 +236,7 @@ async def measure(arguments: argparse.Namespace, on_address: str, off_address: s
     ):
         if arguments.only and name not in arguments.only:
             continue
-        result[name] = await single(on, off, prompts[:count], tokens, temperature)
+        result[name] = await single(on, off, prompts[:count], tokens, temperature, arguments.shared)
         print(name, json.dumps(result[name]), flush=True)
     if arguments.pairs:
         many = (chat * 32)[: arguments.concurrency]
@@ -248,6 +255,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12, help="prompts per kind")
     parser.add_argument("--tokens", type=int, default=160, help="most tokens per answer")
     parser.add_argument("--only", nargs="*", help="kinds to run")
+    parser.add_argument("--shared", action="store_true", help="one salt for all: the draft learns from every answer")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--loaded-tokens", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=0, help="interleaved pairs at full concurrency; 0: none")
