@@ -57,7 +57,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"text holds a lone surrogate at character {error.start}") from error
-        # The batch call lets other threads run meanwhile; the single one holds the interpreter for seconds per megabyte.
+        # The batch call lets other threads run meanwhile; the single one holds the interpreter, seconds per megabyte.
         return list(self._inner.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

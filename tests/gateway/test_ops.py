@@ -213,7 +213,8 @@ def test_workers_share_the_port_and_the_rates(mock: Any, tmp_path: Path) -> None
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_ready(url, process)
-        statuses = []
+        statuses: list[int] = []
+        began = time.monotonic()
         for _ in range(20):
             # A new connection each time, so that both workers get some.
             answer = httpx.post(
@@ -224,7 +225,9 @@ def test_workers_share_the_port_and_the_rates(mock: Any, tmp_path: Path) -> None
                 trust_env=False,
             )
             statuses.append(answer.status_code)
-        assert statuses.count(200) in (12, 13) and statuses.count(429) == 20 - statuses.count(200)
+        # Twelve at once, and one more every five seconds; with rates of their own the workers would give twice that.
+        most = 12 + (time.monotonic() - began) / 5 + 1
+        assert 12 <= statuses.count(200) <= most and statuses.count(429) == 20 - statuses.count(200)
         text = httpx.get(url + "/metrics", trust_env=False).text
         assert f'status="200"}} {float(statuses.count(200))}' in text, "metrics are added up over workers"
     finally:
