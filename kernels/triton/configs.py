@@ -7,6 +7,7 @@ KiB).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -74,6 +75,13 @@ def names() -> tuple[str, ...]:
     """Targets that have a file of their own."""
     folder = resources.files("kernels.triton") / "configs"
     return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".json")))
+
+
+def digest(target: str) -> str:
+    """Eight hex digits of the tiles in use for a target: with other tiles a row may have other bits."""
+    tiles = _table("default") | _table(target)
+    text = json.dumps({key: asdict(tiles[key]) for key in sorted(tiles)})
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def tile(target: str | None, kernel: str, variant: str) -> Tile:

@@ -78,7 +78,10 @@ def memory_limit() -> int:
 
 
 def kv_budget(settings: RunnerSettings) -> int:
-    """Bytes for the KV cache: the setting, or min(1 GiB, a quarter of the memory limit)."""
+    """Bytes for the KV cache: the setting, or min(1 GiB, a quarter of the memory limit); on a GPU 85% of what is free."""
+    if settings.device != "cpu" and not settings.kv_cache_bytes:
+        # Asked after the weights are loaded; the rest is for activations and captured steps.
+        return int(0.85 * torch.cuda.mem_get_info(torch.device(settings.device))[0])
     return settings.kv_cache_bytes or min(_GIB, memory_limit() // 4)
 
 

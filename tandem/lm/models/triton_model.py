@@ -13,6 +13,8 @@ import torch
 
 from kernels.packing import GGUF_BLOCK_BYTES, PackedWeight, concatenate, pack_gguf
 from kernels.triton.attention import AttentionBatch, paged_attention
+from kernels.triton.configs import current_target
+from kernels.triton.configs import digest as tiles_digest
 from kernels.triton.interpreter import interpreting
 from kernels.triton.kv_write import rope_write_kv
 from kernels.triton.linear import linear
@@ -191,7 +193,11 @@ class TritonModel:
         self.config, self.dtype, self.device = config, dtype, device
         self.deterministic = self.batch_invariant = deterministic
         self.dtype_name = self.default_kv_dtype = str(dtype).removeprefix("torch.")
-        self.kernel_path = f"{'interpreter' if device.type == 'cpu' else device.type}/triton"
+        target = current_target()
+        self.kernel_path = "interpreter/triton"
+        if device.type != "cpu":
+            # Tiles rule the order of sums, so they belong to the numerics id.
+            self.kernel_path = f"{device.type}/triton/{target}-{tiles_digest(target)}"
         self.embedding = source.tensor("embed.weight", dtype).to(device)
         self.layers: list[TritonLayer] = []
         for layer in range(config.num_layers):

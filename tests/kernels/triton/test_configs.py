@@ -37,9 +37,11 @@ def test_unknown_targets_and_missing_entries_fall_back() -> None:
 
 def test_tuned_tiles_come_first_and_last(tmp_path: Path) -> None:
     mine = Tile(32, 64, 64, 8, 4)
+    shipped = configs.digest("sm_90")
     assert tile("sm_90", "linear", "bf16") != mine
     path = save_tiles("sm_90", {"linear/bf16": mine})
     assert path.is_relative_to(tmp_path) and tile("sm_90", "linear", "bf16") == mine
+    assert configs.digest("sm_90") != shipped != configs.digest("sm_80")
     save_tiles("sm_90", {"linear/int8": mine})
     assert tile("sm_90", "linear", "bf16") == mine and tile("sm_80", "linear", "bf16") != mine
     path.write_text('{"tiles": {"linear/bf16": {"block": 3}}}')

@@ -119,7 +119,7 @@ def test_deterministic_mode_is_batch_invariant(dtype: torch.dtype, options: dict
             assert torch.equal(tail, whole[70 - rows : 70])
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_drawn_cases(data: st.DataObject) -> None:
     contexts = data.draw(st.lists(st.integers(0, 80), min_size=1, max_size=4))

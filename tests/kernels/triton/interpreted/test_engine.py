@@ -114,6 +114,7 @@ def triton_runner(checkpoint: Path) -> ModelRunner:
     return runner_of(checkpoint, "triton")
 
 
+@pytest.mark.slow
 def test_tokens_equal_the_cpu_path(triton_runner: ModelRunner, wanted: list[list[int]]) -> None:
     assert triton_runner.spec.kernel_path == "interpreter/triton" and triton_runner.spec.batch_invariant
     assert generate(triton_runner, PROMPTS) == wanted

@@ -22,12 +22,14 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.float().nan_to_num(12345.0), second.float().nan_to_num(12345.0))
 
 
+SHAPES = [(64, 64, False), (80, 32, True), (96, 96, True), (128, 64, False)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (96, 96), (128, 64)])
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim", "interleaved"), SHAPES)
 @pytest.mark.parametrize("kv_dtype", [None, *FP8])
 def test_against_reference(
-    dtype: torch.dtype, head_dim: int, rotary_dim: int, interleaved: bool, kv_dtype: torch.dtype | None
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, head_dim: int, rotary_dim: int, interleaved: bool
 ) -> None:
     q, k, v = (torch.randn(7, heads, head_dim).to(dtype) for heads in (6, 2, 2))
     table = reference.rotary_table(100, rotary_dim)

@@ -86,7 +86,13 @@ def step() -> StepBatch:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "Q4_1"), ("llama", "Q8_0"), ("qwen3", ""), ("gemma2", "")], ids=lambda value: value
+    ("family", "kind"),
+    [
+        ("llama", "Q4_1"),
+        ("gemma2", ""),
+        pytest.param("llama", "Q8_0", marks=pytest.mark.slow),
+        pytest.param("qwen3", "", marks=pytest.mark.slow),
+    ],
 )
 def test_logits_equal_plain_torch(family: str, kind: str, tmp_path: Path) -> None:
     path = save(family, tmp_path)
