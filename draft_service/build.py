@@ -9,6 +9,14 @@ from tandem.lm.proposers import CombinedProposer, NgramProposer, Proposer, Suffi
 from tandem.lm.proposers.suffix_file import SuffixFile
 from tandem.settings import SettingsError
 
+# Tables that come with the service, each with its card.
+_TABLES = Path(__file__).parent / "tables"
+
+
+def shipped_tables() -> list[str]:
+    """Names for --table, each that of the target it was trained for."""
+    return sorted(path.stem for path in _TABLES.glob("*.npz"))
+
 
 def build_proposer(settings: DraftSettings) -> CombinedProposer:
     """Raises SettingsError when a proposer lacks what it needs."""
@@ -37,9 +45,10 @@ def _table(settings: DraftSettings) -> Proposer:
     from tandem.lm.proposers.table import TableError, TableProposer
 
     if not settings.table:
-        raise SettingsError("--proposers names table, but --table names no file")
+        raise SettingsError(f"--proposers names table, but --table names none; shipped: {', '.join(shipped_tables())}")
+    path = _TABLES / f"{settings.table}.npz" if settings.table in shipped_tables() else Path(settings.table)
     try:
-        return TableProposer.load(Path(settings.table))
+        return TableProposer.load(path)
     except TableError as error:
         raise SettingsError(f"--table {settings.table}: {error}") from error
 

@@ -27,7 +27,7 @@ class DraftSettings(Settings):
         200_000, ge=0, le=10_000_000, description="tokens of finished outputs to learn from, over all salts; 0 for none"
     )
     suffix_store: str = Field("", description="file to keep learnt outputs in between runs; empty keeps them in memory")
-    table: str = Field("", description="trained n-gram table (.npz) for the proposer 'table'")
+    table: str = Field("", description="trained table for the proposer 'table': .npz file or name of a shipped one")
     model: str = Field("", description="model directory, .gguf or name for the proposer 'model'")
     model_drafts: int = Field(5, ge=1, le=32, description="most tokens per guess of a model; each costs one pass")
     model_kv_bytes: int = Field(134_217_728, ge=1, description="bytes of KV cache of a model proposer")

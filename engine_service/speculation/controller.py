@@ -105,7 +105,7 @@ class DraftSpeculation:
             self.stats.proposer(proposer).add(proposed, accepted)
         state = self._sequences.get(sequence_id)
         if state is not None:
-            if state.kept is not None:
+            if state.kept is not None and not state.kept.late:
                 state.kept.used += accepted
             self._align(state)
 
@@ -334,6 +334,7 @@ class DraftSpeculation:
         if kept.base != state.asked_at:
             self.stats.stale += 1
             return False
+        kept.late = kept.base < state.length
         state.kept = kept
         self._align(state)
         return True

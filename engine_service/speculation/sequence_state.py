@@ -24,8 +24,10 @@ class Kept:
     distributions: tuple[SparseDistribution, ...] | None = None
     # No draft of the answer has been compared yet.
     fresh: bool = True
-    # Drafts of the answer that were run and accepted: what asking was good for.
+    # What asking was good for: drafts that were run and accepted; for a late answer those that came true, because
+    # waiting for it would have brought them.
     used: int = 0
+    late: bool = False
 
 
 @dataclass(slots=True)
@@ -78,6 +80,8 @@ class SequenceState:
         for acceptance in (self.acceptance, prior):
             acceptance.learn(kept.fresh, agreed, failed, kept.confidence)
         kept.fresh = False
+        if kept.late:
+            kept.used += agreed
         if failed or agreed == len(kept.ids):
             self.kept = None
             return kept
