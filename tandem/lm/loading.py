@@ -78,7 +78,7 @@ def memory_limit() -> int:
 
 
 def kv_budget(settings: RunnerSettings) -> int:
-    """Bytes for the KV cache: the setting, or min(1 GiB, a quarter of the memory limit); on a GPU 85% of what is free."""
+    """Bytes for the KV cache: the setting, or min(1 GiB, a quarter of memory), or 85% of what is free on a GPU."""
     if settings.device != "cpu" and not settings.kv_cache_bytes:
         # Asked after the weights are loaded; the rest is for activations and captured steps.
         return int(0.85 * torch.cuda.mem_get_info(torch.device(settings.device))[0])
