@@ -17,8 +17,9 @@ from typing import Any
 
 from engine_service.grammar import GrammarMatcher
 from engine_service.output import ChoiceUpdate
+from engine_service.plan import Entry, StepPlan
 from engine_service.requests import Choice, Request, Status
-from engine_service.scheduler import Entry, Scheduler, StepPlan
+from engine_service.scheduler import Scheduler
 from engine_service.speculation import MAX_DRAFTS, Draft, SpecCandidate, SpeculationController
 from engine_service.stats import LoopStats
 from engine_service.text import Settled, StopTracker

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
+import psutil
+
 from engine_service.control import EngineServicer
 from engine_service.service import Host, InferenceServicer
 from engine_service.settings import EngineSettings
@@ -258,6 +260,7 @@ def _log_ready(engine: Engine) -> None:
             "threads": spec.threads,
             "weight_bytes": spec.weight_bytes,
             "kv_bytes": spec.num_blocks * spec.block_bytes,
+            "rss_bytes": psutil.Process().memory_info().rss,
             "kv_blocks": spec.num_blocks,
             "block_size": spec.block_size,
             "max_model_len": engine.max_model_len,

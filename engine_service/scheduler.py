@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from engine_service.plan import Entry, StepPlan
 from engine_service.requests import Choice, Request, Status
 from tandem.block_hash import ROOT
 from tandem.errors import TandemError
 from tandem.lm.block_pool import BlockPool, pack_tokens
-from tandem.lm.types import Slice
 
 # The longest-standing prefill gets at least this share of what prefill may spend, however many short ones come.
 OLDEST_SHARE = 4
@@ -44,54 +44,6 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, but must be at least max_num_seqs = "
                 f"{self.max_num_seqs}, so that every running sequence can decode in each step"
             )
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A choice's part of a step."""
-
-    choice: Choice
-    start: int
-    count: int
-    drafts: tuple[int, ...] = ()
-    # Block copies to be made before the step, and references that keep the sources until it ends.
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return self.count + len(self.drafts)
-
-    @property
-    def samples(self) -> bool:
-        return self.start + self.count == len(self.choice.sequence.token_ids)
-
-    def to_slice(self) -> Slice:
-        return Slice(
-            sequence=self.choice.sequence,
-            block_table=list(self.choice.blocks),
-            start=self.start,
-            count=self.count,
-            drafts=self.drafts,
-            sample=self.samples,
-            score_prompt=self.choice.wants_scores,
-        )
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What a step does. Entries are in policy order, decodes first."""
-
-    entries: list[Entry]
-    preempted: list[Choice]
-
-    @property
-    def copies(self) -> list[tuple[int, int]]:
-        return [pair for entry in self.entries for pair in entry.copies]
-
-    @property
-    def tokens(self) -> int:
-        return sum(entry.tokens for entry in self.entries)
 
 
 class Scheduler:

@@ -12,7 +12,7 @@ import grpc
 
 from engine_service.engine import Engine
 from engine_service.output import Stream
-from engine_service.validate import Validated, check_envelope, validate
+from engine_service.validate import MAX_NAME_BYTES, Validated, check_envelope, validate
 from tandem.errors import TandemError, abort, invalid
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -87,8 +87,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             engine = self._host.ready()
             stream = await self._open(engine, request, arrival)
         except TandemError as error:
+            # Not the message: it may quote a value that the client sent.
             log.info(
-                "refused", extra={"request_id": request.request_id, "reason": error.reason, "detail": error.message}
+                "refused",
+                extra={"request_id": request.request_id[:MAX_NAME_BYTES], "reason": error.reason, "field": error.field},
             )
             await abort(context, error)
         outcome = "cancelled"

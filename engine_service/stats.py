@@ -6,8 +6,9 @@ from __future__ import annotations
 import threading
 import time
 
+from engine_service.plan import StepPlan
 from engine_service.requests import Request
-from engine_service.scheduler import Scheduler, StepPlan
+from engine_service.scheduler import Scheduler
 
 _SMOOTHING = 0.1
 
