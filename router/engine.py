@@ -153,6 +153,8 @@ class Engine:
         if self.hung and (report.steps != self._stuck_steps or not report.work_pending):
             log.info("engine moves again", extra={"engine": self.address})
             self.hung = ""
+        if not self.connected and not self.failures:
+            self.last_error = ""
         self.last, self.connected, self.draining_here = report, True, False
         if report.HasField("model"):
             self.model = report.model

@@ -93,12 +93,12 @@ class PrefixExact(Policy):
     name = "prefix_exact"
     # Costs within this share (and this many seconds) of the best are ties; a random one of them is taken, so that
     # routers that see the same reports do not all pick the same engine.
-    TIE_SHARE = 0.05
-    TIE_S = 0.002
+    TIE_SHARE = 0.02
+    TIE_S = 0.01
     # What a second of prefill is charged for the work it takes from others: those who will come to the same engine
     # while it lasts, and every stream that runs there and waits for its next token.
-    WORK = 0.3
-    INTERFERENCE = 0.02
+    WORK = 1.0
+    INTERFERENCE = 0.06
     # A fleet up to this size is judged whole.
     JUDGE_ALL = 64
 
