@@ -19,6 +19,7 @@ _MARGIN = 1.02
 _COST_RATE = 0.1
 # Outliers (another process had the core) count as at most this multiple of the estimate.
 _OUTLIER = 3.0
+_FIRST_OUTLIER = 1.5
 # Trust in an estimate shrinks with this factor per step that did not renew it.
 _STALE = 0.99
 # What one more row is believed to cost before anything was measured, as a share of a step of one row.
@@ -61,8 +62,11 @@ class CostModel:
         self._last[rows] = self._steps
         known = self._time.get(rows)
         if known is None:
+            # A first measurement far above what its neighbours say is more likely a bad moment than the truth; if it
+            # is the truth, the next ones raise it.
+            likely = _FIRST_OUTLIER * self.predict(rows) if self._rows else step_ms
             bisect.insort(self._rows, rows)
-            self._time[rows] = step_ms
+            self._time[rows] = min(step_ms, likely)
             self._seen[rows] = 1
             return
         self._seen[rows] += 1

@@ -148,3 +148,12 @@ def test_the_plain_step_stays_measured() -> None:
         control.learn(1 + count, 5.0 * (1 + count))
         plain += count == 0
     assert plain > 1_000
+
+
+def test_a_first_measurement_in_a_bad_moment_is_not_believed_whole() -> None:
+    cost = taught({1: 20.0, 2: 21.0}).cost
+    cost.learn(4, 200.0)
+    assert cost.predict(4) < 40.0
+    for _ in range(10):
+        cost.learn(4, 200.0)
+    assert cost.predict(4) > 120.0
