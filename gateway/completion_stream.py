@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -61,11 +61,10 @@ async def merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Even
 class _Choice:
     """What one choice of the stream has to remember."""
 
-    __slots__ = ("finish", "logprobs", "stop_score")
+    __slots__ = ("finish", "logprobs")
 
     def __init__(self, logprobs: LegacyLogprobs | None) -> None:
         self.logprobs = logprobs
-        self.stop_score: pb.TokenLogprob | None = None
         self.finish = ""
 
 
@@ -78,7 +77,6 @@ class CompletionStream:
         self._context = context
         self._body = job.body
         self._n = job.body.n or 1
-        self._stop_ids = job.loaded.stop_ids | frozenset(job.body.stop_token_ids or ())
         self._choices = [
             _Choice(LegacyLogprobs(job.loaded.tokenizer, job.body.logprobs) if job.body.logprobs is not None else None)
             for _ in range(self._n * len(job.prompts))
@@ -162,13 +160,7 @@ class CompletionStream:
         writer.completion_tokens += len(delta.ids)
         logprobs = None
         if choice.logprobs is not None:
-            scores = list(delta.logprobs)
-            if choice.stop_score is not None:
-                scores.insert(0, choice.stop_score)
-                choice.stop_score = None
-            if scores and delta.ids and delta.ids[-1] in self._stop_ids:
-                choice.stop_score = scores.pop()
-            logprobs = choice.logprobs.take(scores) if scores else None
+            logprobs = choice.logprobs.take(delta.logprobs) if delta.logprobs else None
         extra = {"token_ids": list(delta.ids)} if self._body.return_token_ids and delta.ids else None
         if not delta.text and logprobs is None and extra is None:
             return b""
@@ -178,10 +170,7 @@ class CompletionStream:
         index = number * self._n + finished.choice
         choice = self._choices[index]
         choice.finish = finish_reason(finished)
-        logprobs: Any = None
-        if choice.stop_score is not None and choice.logprobs and not finished.HasField("stop_token_id"):
-            logprobs = choice.logprobs.take([choice.stop_score])
-        return writer.choice(index, b'"text":""', logprobs, choice.finish, {"stop_reason": stop_reason(finished)})
+        return writer.choice(index, b'"text":""', None, choice.finish, {"stop_reason": stop_reason(finished)})
 
 
 def _text(text: str) -> bytes:

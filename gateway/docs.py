@@ -135,7 +135,7 @@ def describe(
     if ok is not None:
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ok}"}}}
     if stream:
-        content["text/event-stream"] = {"schema": _STRING}
+        content["text/event-stream"] = {}
     responses[200] = {"description": "The answer", "content": content}
     extra: dict[str, Any] = {}
     if body is not None:

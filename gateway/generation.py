@@ -172,19 +172,18 @@ async def collect(generation: Generation, first_token: Any = None) -> Collected:
                 result.prompt_scores = list(event.prompt.tokens)
     for choice, pieces in zip(result.choices, texts, strict=True):
         choice.text = "".join(pieces)
-        _drop_stop_score(choice)
         if choice.finished is None:
             raise internal()
     return result
 
 
-def _drop_stop_score(choice: CollectedChoice) -> None:
-    """A stop token whose text is not part of the answer has no place among the answer's logprobs."""
+def scores_of_text(choice: CollectedChoice) -> list[pb.TokenLogprob]:
+    """Scores without that of a stop token whose text is not part of the answer: tokens of a chat join to its text."""
     done = choice.finished
-    if done is None or not done.HasField("stop_token_id") or not choice.scores or not choice.ids:
-        return
-    if choice.ids[-1] == done.stop_token_id and len(choice.scores) == len(choice.ids):
-        choice.scores.pop()
+    ended = done is not None and done.HasField("stop_token_id") and len(choice.scores) == len(choice.ids)
+    if ended and choice.ids and done is not None and choice.ids[-1] == done.stop_token_id:
+        return choice.scores[:-1]
+    return choice.scores
 
 
 async def gather_all(generations: list[Generation], work: Callable[[Generation], Coroutine[Any, Any, T]]) -> list[T]:

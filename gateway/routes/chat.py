@@ -22,6 +22,7 @@ from gateway.generation import (
     fingerprint,
     gather_all,
     receipt_dict,
+    scores_of_text,
     stop_reason,
     usage_dict,
 )
@@ -70,7 +71,7 @@ def chat_answer(job: ChatJob, collected: Collected, gateway: Gateway, context: R
             message["content"] = _echoed(body) + message["content"]
         scores = None
         if body.logprobs:
-            scores = {"content": chat_entries(job.loaded.tokenizer, choice.scores, body.top_logprobs or 0)}
+            scores = {"content": chat_entries(job.loaded.tokenizer, scores_of_text(choice), body.top_logprobs or 0)}
         entry: dict[str, Any] = {
             "index": index,
             "message": message,

@@ -149,3 +149,12 @@ def test_stop_strings_never_leak(stand: Stand) -> None:
     assert plain["stop_reason"] == stop
     chunks = streamed(stand, max_tokens=20, stop=[stop])
     assert "".join(c["choices"][0]["text"] for c in chunks) == plain["text"]
+
+
+def test_a_stop_token_is_among_the_legacy_logprobs(stand: Stand) -> None:
+    """lm-eval asks for one token and cuts one off the lists, whatever it was."""
+    plain = complete(stand, max_tokens=1, echo=True, logprobs=1, logit_bias={"2": 100})["choices"][0]
+    assert plain["finish_reason"] == "stop" and plain["text"] == FOX
+    assert len(plain["logprobs"]["tokens"]) == len(tokenizer().encode(FOX)) + 1
+    chunks = streamed(stand, max_tokens=4, logprobs=1, logit_bias={"2": 100})
+    assert [t for c in chunks for t in (c["choices"][0]["logprobs"] or {}).get("tokens", ())] == ["<|im_end|>"]
