@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -66,6 +67,22 @@ def attention(
         v_scale=scales,
         deterministic=mode == "deterministic",
         parallel_splits=mode == "decode",
+    )
+
+
+def single(target: Target) -> None:
+    """One sequence with one row and one split: integers of 1 become constants, which is other code."""
+    cache = _meta(4096, 8, 16, 128)
+    batch = AttentionBatch(_int(2), _int(1), _int(1, 64), 1, 1000)
+    variants: list[dict[str, Any]] = [{"parallel_splits": False}, {"parallel_splits": True}, {"deterministic": False}]
+    for options in variants:
+        paged_attention(_meta(1, 32, 128), cache, torch.empty_like(cache), batch, scale=0.1, window=1, **options)
+    linear.linear(_meta(1, 4096), _meta(4096, 4096))
+    quant_linear.quant_linear(_meta(1, 4096), packed("awq", 4096, 4096))
+    sampling.sample(_float(1, 1000), _params(1))
+    sampling.edit_logits(
+        _float(1, 1000),
+        sampling.LogitEdits(_int(2), _int(1), _float(1), _int(1), _float(1), _float(1), _float(1)),
     )
 
 
@@ -195,6 +212,7 @@ def _other_cases() -> dict[str, Case]:
         "sampling": sample,
         "verification": verification,
         "noise": noise_words,
+        "single-row": single,
         "w8a8-int8": partial(w8a8, dtype="int8"),
         "w8a8-fp8": partial(w8a8, dtype="fp8"),
         "w8a8-int8-wide": partial(w8a8, dtype="int8", n=28672),
@@ -227,6 +245,7 @@ ONCE = (
     ("activations", "sm_121"),
     ("sampling", "sm_90"),
     ("verification", "sm_80"),
+    ("single-row", "sm_89"),
     ("noise", "gfx942"),
     ("quant-Q4_1-small", "sm_89"),
     ("quant-Q8_0-large", "gfx942"),
