@@ -30,7 +30,12 @@ COPY gateway gateway
 RUN pip install --no-deps . \
     # From elsewhere, so that the installed package is the one that is built.
     && cd / && python -c "from kernels.cpu.build import main; raise SystemExit(main())"
-RUN cd / && tandem models pull "$MODEL"
+# Images keep times in whole seconds, and caches know a file by its time: so it gets a whole one before they are made.
+RUN cd / && tandem models pull "$MODEL" \
+    && find "$TANDEM_CACHE_DIR" -type f -name "*.json" -not -path "*/models/*" -delete \
+    && find "$TANDEM_CACHE_DIR/models" -type f -exec touch -d "2026-01-01 00:00:00 UTC" {} + \
+    && python -c "import sys; from tandem.models.store import resolve; from tandem.tokenizer import load_bundle; \
+load_bundle(resolve(sys.argv[1]).path)" "$MODEL"
 
 FROM python:3.11-slim-bookworm
 
