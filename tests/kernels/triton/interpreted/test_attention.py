@@ -95,8 +95,15 @@ def test_rows_behind_the_last_sequence_stay() -> None:
         assert torch.equal(out[:2], alone) and bool((out[2:] == 7.0).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"window": 50, "softcap": 3.0}])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"window": 50, "softcap": 3.0}),
+        (torch.bfloat16, {}),
+        pytest.param(torch.float32, {}, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, {"window": 50, "softcap": 3.0}, marks=pytest.mark.slow),
+    ],
+)
 def test_deterministic_mode_is_batch_invariant(dtype: torch.dtype, options: dict[str, float]) -> None:
     """The last rows of a sequence: in one prefill, in verification beside others, alone.
 

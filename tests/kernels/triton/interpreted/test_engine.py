@@ -126,6 +126,7 @@ def test_tokens_equal_under_verification(triton_runner: ModelRunner, wanted: lis
     assert speculation.accepted >= 2
 
 
+@pytest.mark.slow
 def test_captured_steps_equal_eager_ones(checkpoint: Path, wanted: list[list[int]]) -> None:
     """A stand-in for capture replays the step on its static inputs, as a graph does: buckets, padding and copies
     count.

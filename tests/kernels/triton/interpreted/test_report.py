@@ -9,6 +9,7 @@ from kernels import report
 from kernels.triton import checks
 
 
+@pytest.mark.slow
 def test_every_check_passes() -> None:
     found = report.check_kernels(seed=5)
     assert not [check for check in found if not check.passed], report.render(found)
