@@ -15,11 +15,12 @@ from google.protobuf.message import DecodeError
 from router.admission import Admission, Job
 from router.engine import cancel_quietly
 from router.fleet import Fleet
-from router.forward import CrashList, Generation, KeptBytes, RetryBudget, Shared
+from router.forward import Generation, Shared
 from router.metrics import RouterMetrics
 from router.outbox import Outbox, Pace
 from router.policies import Query
 from router.recorder import Recorder
+from router.retry import CrashList, KeptBytes, RetryBudget
 from router.settings import RouterSettings
 from tandem.block_hash import hash_chain
 from tandem.errors import TandemError, abort, invalid
