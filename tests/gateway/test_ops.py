@@ -36,7 +36,10 @@ def test_metrics_count_requests_and_tokens(make_stand: Any) -> None:
     stand.post("/v1/completions", BODY)
     with stand.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
         answer.read()
-    text = stand.http.get("/metrics").text
+    text, until = "", time.monotonic() + 10
+    # A stream is counted when its last byte is out, which the client may see a moment earlier.
+    while 'path="/v1/completions",status="200"} 2.0' not in text and time.monotonic() < until:
+        text = stand.http.get("/metrics").text
     for line in (
         f'vllm:request_success_total{{finished_reason="length",model_name="{MODEL}"}} 2.0',
         f'vllm:generation_tokens_total{{model_name="{MODEL}"}} 6.0',
