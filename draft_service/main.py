@@ -12,6 +12,7 @@ import signal
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draft_service.build import build_proposer
 from draft_service.service import DraftServicer
@@ -20,6 +21,9 @@ from draft_service.settings import DraftSettings
 from tandem import logs, rpc
 from tandem.draft.v1 import draft_pb2_grpc
 from tandem.settings import SettingsError
+
+if TYPE_CHECKING:
+    from tandem.metrics import MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ async def _serve(settings: DraftSettings) -> int:
     draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
     rpc.add_reflection(server, SERVICE_NAME)
     bind(server, settings.listen)
+    metrics = _serve_metrics(settings.metrics_listen, servicer) if settings.metrics_listen else None
     await server.start()
     await health.set(True)
     await health.set(True, SERVICE_NAME)
@@ -70,6 +75,8 @@ async def _serve(settings: DraftSettings) -> int:
     await stop.wait()
     await health.set(False)
     await server.stop(grace=0.5)
+    if metrics is not None:
+        metrics.close()
     try:
         proposer.close()
     except OSError as error:
@@ -77,6 +84,15 @@ async def _serve(settings: DraftSettings) -> int:
     if settings.listen.startswith("unix:"):
         _socket_path(settings.listen).unlink(missing_ok=True)
     return 0
+
+
+def _serve_metrics(address: str, servicer: DraftServicer) -> MetricsServer:
+    from draft_service.metrics import DraftCollector
+    from tandem.metrics import MetricsServer, new_registry
+
+    registry = new_registry()
+    registry.register(DraftCollector(lambda: servicer.counters))
+    return MetricsServer(registry, address)
 
 
 def _socket_path(address: str) -> Path:

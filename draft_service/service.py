@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 import grpc
 
@@ -17,6 +18,17 @@ from tandem.draft.v1 import draft_pb2_grpc as rpc
 from tandem.lm.proposers import Proposer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a draft has done since its start, and what it holds now."""
+
+    engines: int
+    sequences: int
+    questions: int
+    drafted_tokens: int
+    busy_s: float
 
 
 class DraftServicer(rpc.DraftServiceServicer):
@@ -40,6 +52,8 @@ class DraftServicer(rpc.DraftServiceServicer):
         self._executor = executor
         self._sessions: set[Session] = set()
         self._questions = 0
+        self._drafted = 0
+        self._busy_us = 0
 
     async def Propose(
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
@@ -57,11 +71,23 @@ class DraftServicer(rpc.DraftServiceServicer):
                     response = await loop.run_in_executor(self._executor, session.answer, question)
                 # The engine waits for this; what can wait comes after.
                 yield response
+                self._drafted += sum(len(proposal.draft_ids) for proposal in response.proposals)
+                self._busy_us += response.elapsed_us
                 self._later(session.tidy)
         finally:
             self._sessions.discard(session)
             self._later(session.close)
             log.info("engine disconnected")
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(
+            engines=len(self._sessions),
+            sequences=sum(len(session) for session in self._sessions),
+            questions=self._questions,
+            drafted_tokens=self._drafted,
+            busy_s=self._busy_us / 1e6,
+        )
 
     def _later(self, work: Callable[[], None]) -> None:
         """Runs it where proposers are called: one thread, in order."""

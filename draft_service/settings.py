@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from tandem.rpc import check_address
+from tandem.rpc import check_address, check_http_address
 from tandem.settings import Settings
 
 PROPOSERS = ("ngram", "suffix", "table", "model")
@@ -18,6 +18,7 @@ class DraftSettings(Settings):
     service: ClassVar[str] = "draft"
 
     listen: str = Field("127.0.0.1:50053", description="address to serve on: host:port or unix:/path")
+    metrics_listen: str = Field("", description="host:port that serves /metrics over HTTP; empty: off")
     proposers: str = Field(
         "ngram,suffix", description=f"comma-separated proposers, of {', '.join(PROPOSERS)}; the best guess of all wins"
     )
@@ -40,6 +41,11 @@ class DraftSettings(Settings):
     def _address(cls, value: str) -> str:
         check_address(value)
         return value
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _metrics_listen(cls, value: str) -> str:
+        return check_http_address(value)
 
     @field_validator("proposers")
     @classmethod

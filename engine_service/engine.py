@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from engine_service.grammar import GrammarCompiler, GrammarMatcher
 from engine_service.kv_events import KvEventLog
@@ -28,6 +29,9 @@ from tandem.inference.v1 import inference_pb2 as pb
 from tandem.lm.block_pool import BlockPool
 from tandem.lm.types import Runner, Sequence
 from tandem.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine_service.metrics import EngineMetrics
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +96,9 @@ class Engine:
         )
         pool = BlockPool(spec.num_blocks, spec.block_size, caching=settings.prefix_caching)
         self.loop = StepLoop(runner, Scheduler(config, pool), speculation, self._sink)
+        self.speculation = speculation
+        # Set where metrics are served.
+        self.metrics: EngineMetrics | None = None
         self.streams: dict[int, Stream] = {}
         self._request_ids = itertools.count(1)
         self._sequence_ids = itertools.count(1)
@@ -257,7 +264,9 @@ class Engine:
 
     def close_stream(self, stream: Stream) -> None:
         """The call is over, for whatever reason. What still runs is cancelled before the next step."""
-        self.streams.pop(stream.request.id, None)
+        known = self.streams.pop(stream.request.id, None)
+        if known is not None and self.metrics is not None:
+            self.metrics.closed(stream)
         if not stream.done:
             self.loop.cancel(stream.request.id)
         if not self.streams:
@@ -283,6 +292,8 @@ class Engine:
                 continue
             if job.prompt_scores is not None:
                 stream.outbox.put(prompt_event(job.request.prompt[0], job.prompt_scores))
+            if self.metrics is not None and job.updates:
+                self.metrics.delivered(stream)
             if not stream.apply(job.updates, self.identity):
                 self.loop.cancel(job.request.id)
             elif job.error is not None:

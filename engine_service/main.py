@@ -22,7 +22,10 @@ from tandem.engine.v1 import engine_pb2, engine_pb2_grpc
 from tandem.inference.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from engine_service.engine import Engine
+    from tandem.metrics import MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +100,8 @@ class Process:
         # True once a thread was left running in native code: the interpreter must not try to finalize under it.
         self.left_behind = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._registry: CollectorRegistry | None = None
+        self.metrics: MetricsServer | None = None
 
     async def start(self) -> None:
         """Binds and serves at once; health says NOT_SERVING until the model is there.
@@ -105,6 +110,11 @@ class Process:
             OSError: the address cannot be bound. ValueError: it is none.
         """
         target = rpc.check_address(self._settings.listen)
+        if self._settings.metrics_listen:
+            from tandem.metrics import MetricsServer, new_registry
+
+            self._registry = new_registry(gpu=True)
+            self.metrics = MetricsServer(self._registry, self._settings.metrics_listen)
         await self._set_health(False)
         try:
             self.port = self.server.add_insecure_port(target)
@@ -147,6 +157,10 @@ class Process:
             self.left_behind = False
             raise
         self.left_behind = False
+        if self._registry is not None:
+            from engine_service.metrics import EngineMetrics
+
+            engine.metrics = EngineMetrics(engine, self._registry)
         engine.start()
         self.host.engine = engine
         self._tasks.append(asyncio.create_task(self._watch(engine)))
@@ -192,6 +206,8 @@ class Process:
             log.exception("the engine did not close cleanly")
         # A moment for the last statuses to reach their readers.
         await self.server.stop(1.0)
+        if self.metrics is not None:
+            self.metrics.close()
 
 
 async def _serve(process: Process, settings: EngineSettings) -> int:

@@ -220,6 +220,8 @@ class Stream:
         self.earlier_tokens = 0
         self.finish_reasons: list[str] = []
         self.done = False
+        # When a step last gave it tokens, time.monotonic; kept only where metrics are served.
+        self.last_delivery: float | None = None
 
     @property
     def completion_tokens(self) -> int:

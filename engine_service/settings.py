@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tandem.rpc import check_http_address
 from tandem.settings import Settings
 
 
@@ -17,6 +18,7 @@ class EngineSettings(Settings):
     listen: str = Field("127.0.0.1:50051", description="address to serve on, host:port or unix:/path")
     model: str = Field("smollm2-135m-instruct", description="model name, directory, .gguf file or Hugging Face id")
     served_model_name: str = Field("", description="names that clients may use, comma-separated; default: the model's")
+    metrics_listen: str = Field("", description="host:port that serves /metrics over HTTP; empty: off")
     engine_name: str = Field("", description="name of this engine in receipts and logs; default: the listen address")
 
     # What the model runs on.
@@ -64,6 +66,11 @@ class EngineSettings(Settings):
     # Life.
     grace: float = Field(30.0, ge=0, description="seconds that a drain gives to running requests")
     stall_limit: float = Field(30.0, gt=0, description="seconds after which a step counts as hung")
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _metrics_listen(cls, value: str) -> str:
+        return check_http_address(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem.metrics import new_registry
 from tandem.router.v1 import router_pb2 as rpb
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class RouterMetrics:
     """Counters and histograms by name; gauges are read from the fleet when asked for."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+        self.registry = registry or new_registry()
         new = self.registry
         self.requests = Counter("tandem_router_requests", "Finished requests.", ["outcome"], registry=new)
         self.retries = Counter("tandem_router_retries", "Attempts after the first.", ["kind"], registry=new)

@@ -7,11 +7,8 @@ import contextlib
 import ipaddress
 import logging
 import os
-import threading
-from wsgiref.simple_server import WSGIServer
 
 import grpc
-from prometheus_client import start_http_server
 
 from router.admin import SERVICE as ADMIN_SERVICE
 from router.admin import AdminServicer
@@ -21,6 +18,7 @@ from router.metrics import RouterMetrics
 from router.service import SERVICE, InferenceServicer
 from router.settings import RouterSettings
 from tandem import rpc
+from tandem.metrics import MetricsServer
 from tandem.router.v1 import router_pb2_grpc
 
 log = logging.getLogger("router")
@@ -57,7 +55,7 @@ class RouterServer:
         self._admin, self._admin_health = rpc.server()
         self.address = settings.listen
         self.admin_address = settings.admin_listen
-        self._http: tuple[WSGIServer, threading.Thread] | None = None
+        self._http: MetricsServer | None = None
 
     async def start(self) -> None:
         """Binds and serves. Engines are found in the background.
@@ -76,8 +74,8 @@ class RouterServer:
             await self._admin_health.set(True, ADMIN_SERVICE)
             await self._admin.start()
         if self.settings.metrics_port:
-            self._http = start_http_server(
-                self.settings.metrics_port, self.settings.metrics_host, registry=self.metrics.registry
+            self._http = MetricsServer(
+                self.metrics.registry, f"{self.settings.metrics_host}:{self.settings.metrics_port}"
             )
         self.fleet.start()
         await self._health.set(True)
@@ -103,8 +101,7 @@ class RouterServer:
         await self.fleet.close()
         self.inference.recorder.close()
         if self._http is not None:
-            self._http[0].shutdown()
-            self._http[0].server_close()
+            self._http.close()
 
 
 def _bind(server: grpc.aio.Server, address: str) -> str:

@@ -58,6 +58,13 @@ def check_address(address: str) -> str:
     return address
 
 
+def check_http_address(address: str) -> str:
+    """Returns "host:port", or "" (off). Raises ValueError: what scrapes metrics speaks TCP only."""
+    if address and check_address(address).startswith("unix:"):
+        raise ValueError(f"{address!r} is a Unix socket, but host:port is needed")
+    return address
+
+
 def channel(address: str, extra: Sequence[tuple[str, object]] = ()) -> grpc.aio.Channel:
     """An aio channel with Tandem's limits and keepalive."""
     return grpc.aio.insecure_channel(check_address(address), options=[*CHANNEL_OPTIONS, *extra])
