@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
+
+from tandem.metrics import ProcessCollector, new_registry
 
 _TTFT = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
@@ -12,11 +15,17 @@ _E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+def _all_workers() -> list[psutil.Process]:
+    """The parent of the workers and all of them."""
+    parent = psutil.Process(os.getppid())
+    return [parent, *parent.children()]
+
+
 class Metrics:
     """Counters and histograms of one process; with workers they are added up over all of them."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = new_registry()
         registry = self.registry
         labels = ["model_name"]
         self.success = Counter(
@@ -54,5 +63,6 @@ class Metrics:
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             total = CollectorRegistry()
             multiprocess.MultiProcessCollector(total)  # type: ignore[no-untyped-call]
+            total.register(ProcessCollector(_all_workers))
             return generate_latest(total)
         return generate_latest(self.registry)
