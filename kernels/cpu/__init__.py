@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from kernels.cpu import abi
@@ -15,13 +16,16 @@ from kernels.cpu.build import BuildError, build, library_path
 ISA_LEVELS = ("generic", "avx2", "avx512", "avx512bf16")
 # Forces a lower instruction set than the best, for tests and comparisons.
 ISA_VARIABLE = "TANDEM_CPU_ISA"
+# Loads this library file instead of the release build, for tests of its variants.
+LIBRARY_VARIABLE = "TANDEM_CPU_LIBRARY"
 
 
 @cache
 def _load() -> tuple[Any | None, str]:
     try:
-        path = library_path()
-        if not path.exists():
+        given = os.environ.get(LIBRARY_VARIABLE, "")
+        path = Path(given) if given else library_path()
+        if not given and not path.exists():
             path = build()
         library = abi.load(path)
     except (BuildError, OSError) as error:
@@ -74,7 +78,7 @@ def select_isa(level: str) -> None:
 
 
 def set_threads(count: int) -> int:
-    """Sets the size of the process's one thread pool; decoders made before must be gone. Returns the size."""
+    """Sets the size of the process's thread pool; decoders made before keep theirs. Returns the size."""
     if count < 1:
         raise ValueError(f"threads must be at least 1, got {count}")
     return int(library().td_set_threads(count))

@@ -1,4 +1,4 @@
-"""Builds the shared library of the CPU kernels: `python -m kernels.cpu.build [--sanitize] [--force]`.
+"""Builds the shared library of the CPU kernels: `python -m kernels.cpu.build [--force] [--variant V]`.
 
 One translation unit per instruction set, each with its own flags; the rest is compiled for the baseline of the
 architecture, so one library runs on every machine of it and picks its kernels at run time.
@@ -22,6 +22,10 @@ SOURCE_DIR = Path(__file__).parent / "src"
 COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall"]
 COMMON_FLAGS += ["-Wextra", "-Wno-unused-parameter", "-Wno-unused-function", "-Wno-unknown-pragmas", "-Wno-psabi"]
 SANITIZE_FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
+# Where SIMDe's headers lie (https://github.com/simd-everywhere/simde), for the emulated variant.
+SIMDE_VARIABLE = "TANDEM_SIMDE"
+# release: what is shipped. sanitize: AddressSanitizer and UBSan. emulated: the AVX-512 units on a CPU with AVX2.
+VARIANTS = ("release", "sanitize", "emulated")
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mprefer-vector-width=512"]
@@ -45,10 +49,10 @@ def compiler() -> str | None:
     return None
 
 
-def library_path(sanitize: bool = False) -> Path:
+def library_path(variant: str = "release") -> Path:
     """Where the library lies: beside this file, or in the user's cache when that folder is read-only."""
     suffix = sysconfig.get_config_var("SHLIB_SUFFIX") or ".so"
-    name = f"libtandem_cpu{'_san' if sanitize else ''}-{source_digest()}{suffix}"
+    name = f"libtandem_cpu{'' if variant == 'release' else f'_{variant}'}-{source_digest()}{suffix}"
     here = Path(__file__).parent / name
     if here.exists() or os.access(here.parent, os.W_OK):
         return here
@@ -69,10 +73,26 @@ def _x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
-def _compile(cxx: str, source: Path, out: Path, sanitize: bool) -> Path:
+def _flags(source: Path, variant: str) -> list[str]:
     flags = [*COMMON_FLAGS, *(ISA_FLAGS.get(source.stem, []) if _x86() else [])]
-    if sanitize:
+    if variant == "sanitize":
+        # Instrumented, each unit takes a minute or more: only what this machine runs.
+        flags = [*COMMON_FLAGS, *([] if source.stem.startswith("isa_avx512") else ISA_FLAGS.get(source.stem, []))]
         flags += SANITIZE_FLAGS
+    if variant == "emulated":
+        flags += ["-DTD_EMULATED_AVX512"]
+        if source.stem.startswith("isa_avx512"):
+            folder = os.environ.get(SIMDE_VARIABLE)
+            if not folder:
+                raise BuildError(f"the emulated variant needs {SIMDE_VARIABLE}: the folder that holds simde/")
+            # Optimising, g++ 12 fails on these headers.
+            flags = [*COMMON_FLAGS, *_AVX2, "-O0", "-w", "-DTD_EMULATED_AVX512", "-DSIMDE_ENABLE_NATIVE_ALIASES"]
+            flags += [f"-I{folder}"]
+    return flags
+
+
+def _compile(cxx: str, source: Path, out: Path, variant: str) -> Path:
+    flags = _flags(source, variant)
     target = out / f"{source.stem}.o"
     done = subprocess.run([cxx, *flags, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
     if done.returncode and source.stem in ISA_FLAGS and source.stem != "isa_generic":
@@ -84,12 +104,12 @@ def _compile(cxx: str, source: Path, out: Path, sanitize: bool) -> Path:
     return target
 
 
-def build(force: bool = False, sanitize: bool = False) -> Path:
+def build(force: bool = False, variant: str = "release") -> Path:
     """Compiles the library unless it is there already, and returns its path.
 
     Raises BuildError without a compiler or when compiling fails.
     """
-    target = library_path(sanitize)
+    target = library_path(variant)
     if target.exists() and not force:
         return target
     cxx = compiler()
@@ -100,11 +120,12 @@ def build(force: bool = False, sanitize: bool = False) -> Path:
         out = Path(folder)
         sources = sorted(SOURCE_DIR.glob("*.cpp"))
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as jobs:
-            objects = list(jobs.map(lambda s: _compile(cxx, s, out, sanitize), sources))
+            objects = list(jobs.map(lambda s: _compile(cxx, s, out, variant), sources))
         # The name is taken in one step, so that nobody loads half a library.
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".tandem_cpu", delete=False) as part:
             pass
-        link = [cxx, "-shared", *(SANITIZE_FLAGS if sanitize else []), *map(str, objects), "-o", part.name, "-lpthread"]
+        sanitize = SANITIZE_FLAGS if variant == "sanitize" else []
+        link = [cxx, "-shared", *sanitize, *map(str, objects), "-o", part.name, "-lpthread"]
         done = subprocess.run(link, capture_output=True, text=True)
         if done.returncode:
             os.unlink(part.name)
@@ -125,10 +146,10 @@ def _remove_stale(target: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build the CPU kernels.")
     parser.add_argument("--force", action="store_true", help="compile even if the library is there")
-    parser.add_argument("--sanitize", action="store_true", help="AddressSanitizer and UBSan build, for tests")
+    parser.add_argument("--variant", choices=VARIANTS, default="release", help="sanitize and emulated are for tests")
     options = parser.parse_args(argv)
     try:
-        print(build(options.force, options.sanitize))
+        print(build(options.force, options.variant))
     except BuildError as error:
         print(f"kernels.cpu: {error}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ namespace td {
 namespace {
 
 const TdKernels* g_kernels = nullptr;
-std::unique_ptr<Pool> g_pool;
+std::shared_ptr<Pool> g_pool;
 std::mutex g_mutex;
 
 bool runs(const char* name) {
@@ -58,10 +58,10 @@ const TdKernels* kernels() {
   return g_kernels;
 }
 
-Pool* pool() {
+std::shared_ptr<Pool> pool() {
   std::lock_guard<std::mutex> lock(g_mutex);
-  if (!g_pool) g_pool.reset(new Pool(1));
-  return g_pool.get();
+  if (!g_pool) g_pool = std::make_shared<Pool>(1);
+  return g_pool;
 }
 
 }  // namespace td
@@ -70,7 +70,7 @@ TD_API int32_t td_abi_version() { return TD_ABI_VERSION; }
 TD_API const char* td_isa() { return td::kernels()->name; }
 TD_API int32_t td_isa_runs(const char* name) { return td::runs(name) ? 1 : 0; }
 
-// Not to be called while a decoder works.
+// Decoders made before keep theirs.
 TD_API int32_t td_select_isa(const char* name) {
   const TdKernels* t = td::table(name);
   if (!t) return -1;
@@ -80,10 +80,7 @@ TD_API int32_t td_select_isa(const char* name) {
 
 TD_API int32_t td_set_threads(int32_t n) {
   std::lock_guard<std::mutex> lock(td::g_mutex);
-  if (!td::g_pool || td::g_pool->size() != n) {
-    td::g_pool.reset();
-    td::g_pool.reset(new td::Pool(n));
-  }
+  if (!td::g_pool || td::g_pool->size() != n) td::g_pool = std::make_shared<td::Pool>(n);
   return td::g_pool->size();
 }
 
@@ -100,7 +97,7 @@ TD_API void td_linear(const TdWeight* w, const TdAct* act, const float* x, int64
     float* out;
     int64_t ldo;
     const float* bias;
-    td::Pool* pool;
+    std::shared_ptr<td::Pool> pool;
   } job = {w, act, x, rows, out, ldo, bias, td::pool()};
   job.pool->run(
       [](void* c, int thread) {

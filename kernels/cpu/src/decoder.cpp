@@ -74,7 +74,7 @@ class Decoder {
   TdModel m_;
   std::vector<TdLayer> layers_;
   const TdKernels* K_;
-  Pool* pool_;
+  std::shared_ptr<Pool> pool_;
   int64_t qkv_width_, q_width_, kv_width_, scratch_stride_;
   Array<float> hidden_, qkv_, attn_, up_, gate_, temp_, scratch_, partials_, act_f_;
   Array<int8_t> act_q_;

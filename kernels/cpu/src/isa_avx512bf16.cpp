@@ -2,8 +2,12 @@
 // compiled here could become everyone's copy.
 #include "tandem_cpu.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#if defined(TD_EMULATED_AVX512) || (defined(__AVX512BF16__) && defined(__AVX512VNNI__))
+#if defined(TD_EMULATED_AVX512)
+#include "simde/x86/avx512.h"
+#else
 #include <immintrin.h>
+#endif
 #define TD_NS tdk_avx512bf16
 #define TD_NAME "avx512bf16"
 #define TD_HAS_BF16 1

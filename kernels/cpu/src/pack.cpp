@@ -402,7 +402,7 @@ TD_API int32_t td_pack(int32_t type, int32_t kind, const uint8_t* src, int64_t r
   Pack p = {type, kind, src, row_bytes, n, k, k_have, rows, dst};
   struct Job {
     Pack p;
-    td::Pool* pool;
+    std::shared_ptr<td::Pool> pool;
   } job = {p, td::pool()};
   job.pool->run(
       [](void* c, int thread) {

@@ -40,11 +40,14 @@ void Event::wait_change(uint32_t seen) {
     if (t >= until) break;
   }
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  [[maybe_unused]] int nap = 20;
   while (word_.load(std::memory_order_seq_cst) == seen) {
 #if defined(__linux__)
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word_), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 #else
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    // Without a futex: short sleeps that grow to a millisecond, so that an idle pool costs next to nothing.
+    std::this_thread::sleep_for(std::chrono::microseconds(nap));
+    if (nap < 1000) nap *= 2;
 #endif
   }
   sleepers_.fetch_sub(1, std::memory_order_relaxed);

@@ -113,7 +113,7 @@ TD_API void td_sample(const float* logits, int64_t stride, int64_t vocab, int64_
     int64_t stride, vocab, rows;
     const TdSample* params;
     int32_t* ids;
-    td::Pool* pool;
+    std::shared_ptr<td::Pool> pool;
   } job = {logits, stride, vocab, rows, params, ids, td::pool()};
   job.pool->run(
       [](void* c, int thread) {
@@ -139,7 +139,7 @@ TD_API void td_score(const float* logits, int64_t stride, int64_t vocab, int64_t
     float* logprobs;
     int32_t *ranks, *top_ids;
     float* top_logprobs;
-    td::Pool* pool;
+    std::shared_ptr<td::Pool> pool;
   } job = {logits, stride, vocab, n, rows, ids, counts, width, logprobs, ranks, top_ids, top_logprobs, td::pool()};
   job.pool->run(
       [](void* c, int thread) {
