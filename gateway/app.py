@@ -17,11 +17,13 @@ from gateway.client import RouterClient
 from gateway.context import Gateway
 from gateway.docs import openapi_of
 from gateway.errors import INVALID, ApiError
+from gateway.fleet import FleetClient
 from gateway.keys import KeyRing
 from gateway.limits import RateLimiter
 from gateway.metrics import Metrics
 from gateway.middleware import RequestMiddleware, is_anthropic
-from gateway.routes import ROUTERS
+from gateway.recent import Recent
+from gateway.routes import ROUTERS, page
 from gateway.settings import GatewaySettings
 from tandem import __version__
 
@@ -54,13 +56,24 @@ def build_app(settings: GatewaySettings, rates_file: str = "") -> FastAPI:
         settings: the gateway's settings.
         rates_file: file that holds the rate limits' buckets; shared by the workers of one gateway.
     """
-    gateway = Gateway(settings, RouterClient(settings), KeyRing(settings.keys_file), RateLimiter(rates_file), Metrics())
+    client = RouterClient(settings)
+    gateway = Gateway(
+        settings,
+        client,
+        KeyRing(settings.keys_file),
+        RateLimiter(rates_file),
+        Metrics(),
+        FleetClient(settings, client.metadata),
+        Recent(settings.recent_requests),
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.client.start()
+        await gateway.fleet.start()
         yield
         gateway.stopping = True
+        await gateway.fleet.close()
         await gateway.client.close()
         gateway.limiter.close()
 
@@ -77,6 +90,8 @@ def build_app(settings: GatewaySettings, rates_file: str = "") -> FastAPI:
     app.state.gateway = gateway
     for router in ROUTERS:
         app.include_router(router)
+    if settings.page:
+        app.include_router(page.router)
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi(_: Request) -> Response:

@@ -95,6 +95,9 @@ async def prepare_chat(request: Request, gateway: Gateway, context: RequestConte
         structured=plan.structured,
         keep_special=plan.keep_special,
     )
+    if body.return_token_sources:
+        # One delta per token, so that each piece of text has one source.
+        made.output.single_tokens = True
     return ChatJob(
         body,
         body.model or info.name,

@@ -23,7 +23,7 @@ from tandem.inference.v1 import inference_pb2 as pb
 class StreamedChoice:
     """What one choice of a stream has to remember."""
 
-    __slots__ = ("calls", "finish", "held_ids", "held_scores", "parser", "stop_score")
+    __slots__ = ("calls", "finish", "held_ids", "held_scores", "held_sources", "parser", "stop_score")
 
     def __init__(self, job: ChatJob) -> None:
         self.parser = job.plan.make_parser(job.prompt)
@@ -32,6 +32,7 @@ class StreamedChoice:
         # Logprobs and ids of tokens whose text is not out yet.
         self.held_scores: list[pb.TokenLogprob] = []
         self.held_ids: list[int] = []
+        self.held_sources: list[str] = []
         # The score of a token that may turn out to be the one that ended the text.
         self.stop_score: pb.TokenLogprob | None = None
 
@@ -62,6 +63,7 @@ class ChatStream:
         self._choices = [StreamedChoice(job) for _ in range(job.body.n or 1)]
         self._stop_ids = job.loaded.stop_ids | frozenset(job.body.stop_token_ids or ())
         self._wants_ids = bool(job.body.return_token_ids)
+        self._wants_sources = bool(job.body.return_token_sources)
         self._writer: ChunkWriter | None = None
         self._usage = pb.Usage()
         self._last_delta: float | None = None
@@ -79,7 +81,7 @@ class ChatStream:
             if out:
                 yield out
         account(self._gateway, self._context, [self._usage], [choice.finish for choice in self._choices])
-        receipt = receipt_dict(self._usage.receipt) if self._usage.HasField("receipt") else None
+        receipt = receipt_dict(self._usage.receipt) if self._body.receipt and self._usage.HasField("receipt") else None
         yield writer.last(receipt) + DONE
 
     def _open(self, accepted: pb.Accepted) -> ChunkWriter:
@@ -131,11 +133,13 @@ class ChatStream:
             choice.take_scores(delta, self._stop_ids)
         if self._wants_ids:
             choice.held_ids.extend(delta.ids)
+        if self._wants_sources:
+            choice.held_sources += ["draft" if delta.drafted >> i & 1 else "engine" for i in range(len(delta.ids))]
         if choice.parser is not None:
             return self._pieces(writer, delta.choice, choice.parser.feed(delta.text) if delta.text else [])
-        if delta.text and not self._body.logprobs and not self._wants_ids:
+        if delta.text and not (self._body.logprobs or self._wants_ids or self._wants_sources):
             return writer.choice(delta.choice, b'"delta":{"content":' + orjson.dumps(delta.text) + b"}")
-        if delta.text or choice.held_scores or choice.held_ids:
+        if delta.text or choice.held_scores or choice.held_ids or choice.held_sources:
             return self._chunk(writer, delta.choice, {"content": delta.text})
         return b""
 
@@ -164,14 +168,21 @@ class ChatStream:
 
     def _chunk(self, writer: ChunkWriter, index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
         """A chunk, with the logprobs and ids that waited for one."""
-        choice = self._choices[index]
-        logprobs = extra = None
+        logprobs, extra = self._held(self._choices[index])
+        return writer.choice(index, _delta(delta), logprobs, finish, extra or None)
+
+    def _held(self, choice: StreamedChoice) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """What waited for a chunk: logprobs, and members such as token_ids."""
+        logprobs: dict[str, Any] | None = None
+        extra: dict[str, Any] = {}
         if choice.held_scores:
             entries = chat_entries(self._job.loaded.tokenizer, choice.held_scores, self._body.top_logprobs or 0)
             logprobs, choice.held_scores = {"content": entries}, []
         if choice.held_ids:
-            extra, choice.held_ids = {"token_ids": choice.held_ids}, []
-        return writer.choice(index, _delta(delta), logprobs, finish, extra)
+            extra["token_ids"], choice.held_ids = choice.held_ids, []
+        if choice.held_sources:
+            extra["token_sources"], choice.held_sources = choice.held_sources, []
+        return logprobs, extra
 
     def _on_finished(self, writer: ChunkWriter, finished: pb.Finished) -> bytes:
         index = finished.choice
@@ -181,13 +192,8 @@ class ChatStream:
         if choice.parser is not None:
             out = self._pieces(writer, index, choice.parser.finish())
         choice.finish = final_finish(finish_reason(finished), choice.calls, self._job.plan)
-        logprobs = None
-        extra: dict[str, Any] = {"stop_reason": stop_reason(finished)}
-        if choice.held_scores:
-            entries = chat_entries(self._job.loaded.tokenizer, choice.held_scores, self._body.top_logprobs or 0)
-            logprobs, choice.held_scores = {"content": entries}, []
-        if choice.held_ids:
-            extra["token_ids"], choice.held_ids = choice.held_ids, []
+        logprobs, held = self._held(choice)
+        extra = {"stop_reason": stop_reason(finished), **held}
         return out + writer.choice(index, b'"delta":{}', logprobs, choice.finish, extra)
 
 

@@ -55,7 +55,7 @@ class RouterClient:
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
 
     async def start(self) -> None:
-        self._channel = _open_channel(self._settings)
+        self._channel = open_channel(self._settings, self._settings.router)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         # Answers stay bytes here: a stream that breaks is resumed from the bytes that came.
         self._generate = self._channel.unary_stream(
@@ -162,12 +162,12 @@ def _unknown_model(error: TandemError, name: str | None, models: list[pb.ModelIn
     return from_tandem(error)
 
 
-def _open_channel(settings: GatewaySettings) -> grpc.aio.Channel:
+def open_channel(settings: GatewaySettings, address: str) -> grpc.aio.Channel:
     """Plain, or TLS with the given authority and our own certificate (mTLS)."""
     if not settings.router_tls_ca:
-        return rpc.channel(settings.router)
+        return rpc.channel(address)
     key = Path(settings.router_tls_key).read_bytes() if settings.router_tls_key else None
     cert = Path(settings.router_tls_cert).read_bytes() if settings.router_tls_cert else None
     credentials = grpc.ssl_channel_credentials(Path(settings.router_tls_ca).read_bytes(), key, cert)
-    target = rpc.check_address(settings.router)
+    target = rpc.check_address(address)
     return grpc.aio.secure_channel(target, credentials, options=list(rpc.CHANNEL_OPTIONS))

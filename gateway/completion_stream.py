@@ -99,7 +99,9 @@ class CompletionStream:
         writer.prompt_tokens = self._context.prompt_tokens
         writer.completion_tokens = self._context.completion_tokens
         writer.cached_tokens = self._context.cached_tokens
-        receipts = [receipt_dict(usage.receipt) for usage in self._usages if usage.HasField("receipt")]
+        receipts = []
+        if self._body.receipt:
+            receipts = [receipt_dict(usage.receipt) for usage in self._usages if usage.HasField("receipt")]
         yield writer.last((receipts[0] if len(receipts) == 1 else receipts) if receipts else None) + DONE
 
     def _open(self, generations: list[Generation]) -> ChunkWriter:

@@ -13,9 +13,11 @@ from starlette.requests import Request
 
 if TYPE_CHECKING:
     from gateway.client import RouterClient
+    from gateway.fleet import FleetClient
     from gateway.keys import ApiKey, KeyRing
     from gateway.limits import RateLimiter
     from gateway.metrics import Metrics
+    from gateway.recent import Recent
     from gateway.settings import GatewaySettings
 
 SCOPE_KEY = "tandem.context"
@@ -38,6 +40,7 @@ class RequestContext:
     attempts: int = 0
     client_gone: bool = False
     failed: bool = False
+    receipts: list[dict[str, Any]] = field(default_factory=list)
     response_headers: dict[str, str] = field(default_factory=dict)
 
     def first_token(self) -> None:
@@ -54,6 +57,8 @@ class Gateway:
     keys: KeyRing
     limiter: RateLimiter
     metrics: Metrics
+    fleet: FleetClient
+    recent: Recent
     stopping: bool = False
     # One future per request that is being answered; a result ends the request with an error.
     _enders: set[asyncio.Future[None]] = field(default_factory=set)

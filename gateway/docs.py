@@ -95,6 +95,12 @@ ANSWERS: dict[str, dict[str, Any]] = {
     ),
     "Response": _object({"id": _STRING, "object": {"const": "response"}, "status": _STRING, "output": _ARRAY}),
     "AnthropicMessage": _object({"id": _STRING, "type": {"const": "message"}, "role": _STRING, "content": _ARRAY}),
+    "Fleet": _object(
+        {"unix_ms": _INTEGER, "engines": _ARRAY, "queued": _INTEGER, "shed": _INTEGER, "latency": {"type": "object"}}
+    ),
+    "Routes": _object({"data": _ARRAY}),
+    "Requests": _object({"data": _ARRAY}),
+    "Decision": _object({"chosen": _STRING, "reason": _STRING, "policy": _STRING, "candidates": _ARRAY}),
     "TokenCount": _object({"input_tokens": _INTEGER}),
 }
 

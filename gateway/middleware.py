@@ -19,7 +19,10 @@ from gateway.errors import ApiError, internal
 log = logging.getLogger("gateway.request")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json"})
+# The live page's files hold no data; what it polls would fill the log.
+_PAGE_FILES = "/web/"
+_POLLED = "/tandem/"
 CLIENT_CLOSED = 499
 
 
@@ -68,7 +71,8 @@ class RequestMiddleware:
             self._report(scope, context, CLIENT_CLOSED if context.client_gone else answer.status)
 
     def _authorize(self, scope: Scope, headers: Headers, context: RequestContext) -> None:
-        if scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+        path = scope["path"]
+        if path in _OPEN_PATHS or path.startswith(_PAGE_FILES) or scope["method"] == "OPTIONS":
             return
         context.key = self._gateway.keys.find(secret_of(headers))
         if scope["method"] == "POST":
@@ -96,7 +100,10 @@ class RequestMiddleware:
         metrics.http_seconds.labels(path).observe(seconds)
         if context.client_gone:
             metrics.disconnects.inc()
-        if path in _OPEN_PATHS and status == 200:
+        if context.model:
+            self._gateway.recent.finished(context, path, status, seconds)
+        quiet = path in _OPEN_PATHS or path.startswith((_PAGE_FILES, _POLLED))
+        if quiet and status in (200, 304, CLIENT_CLOSED):
             return
         entry: dict[str, object] = {
             "request_id": context.id,

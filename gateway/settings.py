@@ -20,6 +20,15 @@ class GatewaySettings(Settings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     workers: int = Field(1, ge=1, le=64, description="worker processes that share the port and the rate limits")
     router: str = Field("127.0.0.1:8100", description="router (or engine) to ask: host:port or unix:/path")
+    router_admin: str = Field(
+        "127.0.0.1:8101",
+        description="the router's admin address, for the live page: host:port or unix:/path; empty: none",
+    )
+    page: bool = Field(True, description="serve the live page at / and its data under /tandem/")
+    mcp: bool = Field(True, description="serve tools for agents at /mcp (Model Context Protocol)")
+    recent_requests: int = Field(
+        500, ge=0, le=100_000, description="finished requests kept with their receipts for the live page; 0: none"
+    )
     grace: float = Field(30.0, ge=0, le=3600, description="seconds that running requests get after SIGTERM")
 
     keys_file: str = Field("", description="file with hashed API keys (JSON); empty: no keys are asked for")

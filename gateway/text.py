@@ -14,7 +14,7 @@ from starlette.responses import Response
 from gateway.client import LoadedTokenizer
 from gateway.context import Gateway, RequestContext
 from gateway.errors import ApiError, bad
-from gateway.generation import Generation
+from gateway.generation import Generation, receipt_dict
 from gateway.keys import cache_salt
 from gateway.params import check_ids, sampling_params, stop_conditions
 from gateway.schemas.sampling import SamplingBody
@@ -124,7 +124,7 @@ def build_request(
         result.output.prompt_logprobs = prompt_logprobs
     if keep_special or body.skip_special_tokens is False:
         result.output.keep_special_tokens = True
-    if body.receipt:
+    if body.receipt or gateway.recent.on:
         result.output.receipt = True
     return result
 
@@ -142,6 +142,7 @@ def account(gateway: Gateway, context: RequestContext, usages: list[pb.Usage], r
     context.completion_tokens = sum(usage.completion_tokens for usage in usages)
     context.cached_tokens = sum(usage.cached_tokens for usage in usages)
     context.finish = reasons[0] if reasons else ""
+    context.receipts = [receipt_dict(usage.receipt) for usage in usages if usage.HasField("receipt")]
     gateway.limiter.charge(context.key, context.completion_tokens)
     metrics, model = gateway.metrics, context.model
     for reason in reasons:

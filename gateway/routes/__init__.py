@@ -1,6 +1,6 @@
 """One module per family of endpoints."""
 
-from gateway.routes import chat, completions, embeddings, messages, models, ops, responses, tokenize
+from gateway.routes import chat, completions, embeddings, live, messages, models, ops, responses, tokenize
 
 ROUTERS = (
     ops.router,
@@ -11,4 +11,5 @@ ROUTERS = (
     messages.router,
     embeddings.router,
     tokenize.router,
+    live.router,
 )

@@ -109,6 +109,9 @@ class ChatBody(SamplingBody):
     documents: list[dict[str, Any]] | None = extension("Handed to the chat template.")
     echo: bool | None = extension("Return the last message's content before the answer (needs continue_final_message).")
     include_reasoning: bool | None = extension("false drops reasoning_content.")
+    return_token_sources: bool | None = extension(
+        "Tell for each streamed token whether a draft proposed it (draft) or the engine wrote it (engine)."
+    )
 
     @model_validator(mode="after")
     def _together(self) -> ChatBody:
@@ -120,6 +123,8 @@ class ChatBody(SamplingBody):
             raise ValueError("modalities may only be ['text']")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if self.return_token_sources and not self.stream:
+            raise ValueError("return_token_sources needs stream: true")
         if self.echo and not self.continue_final_message:
             raise ValueError("echo needs continue_final_message")
         return self

@@ -199,7 +199,7 @@ def test_an_alias_is_the_model(stand: Stand) -> None:
 
 def test_unknown_routes_and_methods(stand: Stand) -> None:
     assert error_of(stand.http.get("/v1/nothing"), 404)["code"] == "unknown_url"
-    assert error_of(stand.http.post("/"), 404)
+    assert error_of(stand.http.post("/nothing"), 404)
     answer = stand.http.get(CHAT)
     assert error_of(answer, 405)["code"] == "method_not_allowed" and answer.headers["allow"] == "POST"
     assert stand.http.get("/v1/messages").json()["type"] == "error"
