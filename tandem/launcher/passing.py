@@ -11,11 +11,11 @@ from tandem.launcher.settings import ServeSettings
 CHILD_SERVICES = ("gateway", "router", "engine", "draft")
 # The launcher sets these itself, so they are no flags of `tandem serve` (serve's own of the same name mean its own).
 MANAGED = {
-    "gateway": frozenset({"host", "port", "router", "log_level"}),
+    "gateway": frozenset({"host", "port", "router", "router_admin", "log_level"}),
     # The router's socket can't be shared by several processes; a router of its own can have workers.
     "router": frozenset({"listen", "admin_listen", "engines", "workers", "metrics_port", "log_level"}),
-    "engine": frozenset({"listen", "model", "draft", "log_level"}),
-    "draft": frozenset({"listen", "proposers", "model", "threads", "log_level"}),
+    "engine": frozenset({"listen", "metrics_listen", "model", "draft", "log_level"}),
+    "draft": frozenset({"listen", "metrics_listen", "proposers", "model", "threads", "log_level"}),
 }
 
 

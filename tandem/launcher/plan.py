@@ -106,6 +106,9 @@ def make_plan(
         load_settings(SERVICES[service].settings(), flags=flags, env=env, config=config)
         return ChildSpec(name, service, (service, *passing.to_arguments(service, flags), *tail), where)
 
+    def metrics(offset: int) -> str:
+        return f"127.0.0.1:{settings.metrics_port + offset}" if settings.metrics_port else ""
+
     added, threads = _engine_flags(passed["engine"], env, config, model, max(1, cores // settings.engines))
     engines, drafts = [], []
     for index in range(settings.engines):
@@ -113,13 +116,16 @@ def make_plan(
         if settings.draft != "none":
             draft_address = address(f"draft-{index}")
             flags = {**passed["draft"], **proposer_flags(settings.draft), "listen": draft_address}
+            flags["metrics_listen"] = metrics(1 + settings.engines + index)
             drafts.append(child(f"draft-{index}", "draft", flags, draft_address))
         listen = address(f"engine-{index}")
         flags = {**passed["engine"], **added, "listen": listen, "draft": draft_address}
+        flags["metrics_listen"] = metrics(1 + index)
         engines.append(child(f"engine-{index}", "engine", flags, listen))
     router, admin = address("router"), address("router-admin")
     router_flags = {"listen": router, "admin_listen": admin, "engines": ",".join(spec.address for spec in engines)}
-    gateway_flags = {"host": settings.host, "port": settings.port, "router": router}
+    router_flags["metrics_port"] = str(settings.metrics_port)
+    gateway_flags = {"host": settings.host, "port": settings.port, "router": router, "router_admin": admin}
     shown = f"[{settings.host}]" if ":" in settings.host else settings.host
     local = "127.0.0.1" if settings.host == "0.0.0.0" else "[::1]" if settings.host == "::" else shown
     gateway = load_settings(SERVICES["gateway"].settings(), flags=passed["gateway"], env=env, config=config)[0]

@@ -22,5 +22,8 @@ class ServeSettings(Settings):
     draft: str = Field(
         "auto", description="auto, none, or the proposers of the draft service, such as ngram or suffix", min_length=1
     )
+    metrics_port: int = Field(
+        0, description="first of the loopback ports for /metrics: router, engines, drafts; 0: none", ge=0, le=65000
+    )
     run_dir: Path | None = Field(None, description="folder for the internal sockets; default: a new one")
     ready_timeout_s: float = Field(600.0, description="seconds until every service must be ready", gt=0)

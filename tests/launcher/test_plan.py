@@ -36,6 +36,20 @@ def test_each_engine_has_its_own_draft_and_all_addresses_are_sockets() -> None:
     assert children["gateway"].address == "http://127.0.0.1:9000"
 
 
+def test_metrics_get_a_port_each_or_none() -> None:
+    _, children = plan(engines=2, metrics_port=9100)
+    ports = [
+        next(word.rpartition(":")[2] for word in children[name].arguments if word.startswith("--metrics-listen="))
+        for name in ("engine-0", "engine-1", "draft-0", "draft-1")
+    ]
+    assert ports == ["9101", "9102", "9103", "9104"]
+    assert "--metrics-port=9100" in children["router"].arguments
+    # One variable for all of them would be one port for all of them.
+    _, children = plan(engines=2, env={"TANDEM_METRICS_LISTEN": "127.0.0.1:9100"})
+    assert all("--metrics-listen=" in children[name].arguments for name in ("engine-0", "engine-1", "draft-0"))
+    assert "--metrics-port=0" in children["router"].arguments
+
+
 def test_without_a_draft_engines_are_told_so() -> None:
     _, children = plan(draft="none")
     assert set(children) == {"gateway", "router", "engine-0"}
