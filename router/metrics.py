@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tandem.metrics import new_registry
@@ -86,4 +86,4 @@ class _FleetCollector(Collector):
         yield from (states, flight, blocks, queued)
         yield GaugeMetricFamily("tandem_router_index_pairs", "Pairs in the index.", value=self._fleet.index.pairs)
         yield GaugeMetricFamily("tandem_router_index_refused", "Blocks over the cap.", value=self._fleet.index.refused)
-        yield GaugeMetricFamily("tandem_router_shed", "Requests shed since start.", value=self._admission.shed)
+        yield CounterMetricFamily("tandem_router_shed", "Requests shed since start.", value=self._admission.shed)

@@ -19,13 +19,15 @@ def load(name: str) -> dict[str, Any]:
 
 
 COMPOSE = load("docker-compose.yml")
+# Services of ours; others (Prometheus, Grafana) are what test_monitoring.py looks at.
+OURS = {name: definition for name, definition in COMPOSE["services"].items() if "profiles" not in definition}
 
 
 def service_of(definition: dict[str, Any]) -> str:
     return str(definition["command"][0])
 
 
-@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+@pytest.mark.parametrize("name", sorted(OURS))
 def test_every_variable_and_flag_is_a_setting_of_the_service(name: str) -> None:
     definition = COMPOSE["services"][name]
     fields = SERVICES[service_of(definition)].settings().model_fields
@@ -46,7 +48,7 @@ def test_the_gpu_override_sets_what_engines_know() -> None:
 
 
 def test_only_the_gateway_is_published_and_only_on_loopback() -> None:
-    published = {name: definition["ports"] for name, definition in COMPOSE["services"].items() if "ports" in definition}
+    published = {name: definition["ports"] for name, definition in OURS.items() if "ports" in definition}
     assert list(published) == ["gateway"]
     assert all(str(port).startswith("127.0.0.1:") for port in published["gateway"])
 
@@ -68,7 +70,7 @@ def test_engines_share_one_alias_and_each_its_socket_with_its_draft() -> None:
 
 
 def test_every_service_has_a_health_check() -> None:
-    for name, definition in COMPOSE["services"].items():
+    for name, definition in OURS.items():
         assert definition["healthcheck"]["test"][:3] == ["CMD", "tandem", "health"], name
 
 
