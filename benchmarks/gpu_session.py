@@ -6,7 +6,7 @@
 2. Every kernel against fp64 references, fresh random inputs, poisoned outputs; bits alone and in a batch.
 3. Bandwidth and FLOP/s of the main kernels, as shares of 1.
 4. Random-weight Llama shapes of 1B and 8B: decode step eager and captured, and tokens per second at batch 1, 8, 64 and
-   256, without and with speculation (four drafts, accepted with probability 0.7 each; drafting itself costs nothing here).
+   256, without and with speculation (four drafts, accepted with probability 0.7 each; drafting costs nothing here).
 
 Results go to a JSON file as they come; a short table is printed last. --dry-run runs all of it with tiny shapes in
 Triton's interpreter on the CPU (TRITON_INTERPRET=1): its numbers mean nothing, its code paths are the same.
