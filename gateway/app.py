@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from gateway.client import RouterClient
 from gateway.context import Gateway
@@ -20,6 +21,7 @@ from gateway.errors import INVALID, ApiError
 from gateway.fleet import FleetClient
 from gateway.keys import KeyRing
 from gateway.limits import RateLimiter
+from gateway.mcp import app as mcp
 from gateway.metrics import Metrics
 from gateway.middleware import RequestMiddleware, is_anthropic
 from gateway.recent import Recent
@@ -67,12 +69,15 @@ def build_app(settings: GatewaySettings, rates_file: str = "") -> FastAPI:
         Recent(settings.recent_requests),
     )
 
+    tools = mcp.McpApp(gateway)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.client.start()
         await gateway.fleet.start()
         yield
         gateway.stopping = True
+        await tools.close()
         await gateway.fleet.close()
         await gateway.client.close()
         gateway.limiter.close()
@@ -92,6 +97,8 @@ def build_app(settings: GatewaySettings, rates_file: str = "") -> FastAPI:
         app.include_router(router)
     if settings.page:
         app.include_router(page.router)
+    if settings.mcp:
+        app.router.routes.append(Route(mcp.PATH, tools, methods=list(mcp.METHODS), include_in_schema=False))
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi(_: Request) -> Response:

@@ -115,3 +115,16 @@ def decision_dict(decision: rpb.RouteDecision) -> dict[str, Any]:
             for one in decision.candidates
         ],
     }
+
+
+def token_rates(now: dict[str, Any], before: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Output tokens per second by engine address between two fleets; an engine that restarted counts from 0."""
+    old = {engine["address"]: engine for engine in before["engines"]}
+    rates = {}
+    for engine in now["engines"]:
+        if engine["output_tokens"] is None:
+            continue
+        last = old.get(engine["address"])
+        base = last["output_tokens"] or 0 if last and last["epoch"] == engine["epoch"] else 0
+        rates[engine["address"]] = max(0, engine["output_tokens"] - base) / seconds
+    return rates

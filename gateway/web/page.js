@@ -11,6 +11,12 @@ const VIEWS = ["fleet", "routes", "requests", "playground"];
 const RETRY_MS = 2000;
 const THEME = "tandem.theme";
 
+/** The view that the address names. Its form names no element, so that the browser moves neither focus nor scroll. */
+function asked() {
+  const name = location.hash.slice(2);
+  return VIEWS.includes(name) ? name : VIEWS[0];
+}
+
 function show(view, focus = false) {
   for (const name of VIEWS) {
     const on = name === view;
@@ -20,7 +26,7 @@ function show(view, focus = false) {
     tab.tabIndex = on ? 0 : -1;
     if (on && focus) tab.focus();
   }
-  if (location.hash !== `#${view}`) history.replaceState(null, "", `#${view}`);
+  if (asked() !== view) history.replaceState(null, "", `#/${view}`);
   drawRoutes();
   drawRequests();
   redraw();
@@ -36,7 +42,7 @@ document.querySelector('[role="tablist"]').addEventListener("keydown", (event) =
   else return;
   event.preventDefault();
 });
-addEventListener("hashchange", () => VIEWS.includes(location.hash.slice(1)) && show(location.hash.slice(1)));
+addEventListener("hashchange", () => show(asked()));
 
 function setTheme(theme) {
   if (theme) document.documentElement.dataset.theme = theme;
@@ -122,5 +128,5 @@ async function forever() {
 }
 
 setTheme(localStorage.getItem(THEME));
-show(VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "fleet");
+show(asked());
 forever();

@@ -1,0 +1,84 @@
+"""/mcp: the protocol's SDK is loaded with the first request, because it takes a second and most gateways get none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from gateway.context import Gateway
+from gateway.errors import ApiError
+
+if TYPE_CHECKING:
+    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+PATH = "/mcp"
+METHODS = ("GET", "POST", "DELETE")
+
+
+class McpApp:
+    """ASGI application of streamable HTTP. Stateless: any worker or gateway can answer any request."""
+
+    path = PATH
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._lock = asyncio.Lock()
+        self._manager: StreamableHTTPSessionManager | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Log line and metrics name a request's route by its path.
+        scope["route"] = self
+        self._check_origin(Headers(scope=scope))
+        manager = await self._started()
+        call = asyncio.ensure_future(manager.handle_request(scope, receive, send))
+        # A server that stops ends what still runs, as everywhere else.
+        with self._gateway.ending() as ending:
+            await asyncio.wait({call, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+                return
+        await call
+
+    def _check_origin(self, headers: Headers) -> None:
+        """A browser's page of another site may not use the tools, also not under a name that it made point here."""
+        origin = headers.get("origin")
+        if origin is None:
+            return
+        allowed = [one.strip() for one in self._gateway.settings.cors_origins.split(",")]
+        if urlsplit(origin).netloc != headers.get("host") and origin not in allowed and "*" not in allowed:
+            raise ApiError(403, f"Origin {origin[:200]!r} may not call this server.", code="origin_not_allowed")
+
+    async def _started(self) -> StreamableHTTPSessionManager:
+        async with self._lock:
+            if self._manager is None:
+                self._manager = await asyncio.to_thread(self._load)
+                ready = asyncio.Event()
+                self._running = asyncio.create_task(self._run(self._manager, ready))
+                await ready.wait()
+        return self._manager
+
+    def _load(self) -> Any:
+        from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+        from gateway.mcp.tools import build_server
+
+        return StreamableHTTPSessionManager(
+            build_server(self._gateway), stateless=True, max_request_body_size=self._gateway.settings.max_body_bytes
+        )
+
+    async def _run(self, manager: StreamableHTTPSessionManager, ready: asyncio.Event) -> None:
+        async with manager.run():
+            ready.set()
+            await self._stop.wait()
+
+    async def close(self) -> None:
+        self._stop.set()
+        if self._running is not None:
+            await asyncio.gather(self._running, return_exceptions=True)
