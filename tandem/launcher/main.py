@@ -17,10 +17,11 @@ from tandem.cli.preflight import check_port
 from tandem.cli.services import fail, load_or_exit
 from tandem.launcher.child import Child
 from tandem.launcher.passing import split
-from tandem.launcher.plan import ModelPlace, Plan, make_plan, usable_cores
+from tandem.launcher.plan import ModelPlace, Plan, make_plan
 from tandem.launcher.settings import ServeSettings
 from tandem.launcher.supervisor import Supervisor
 from tandem.launcher.watchdog import Watchdog
+from tandem.machine import usable_cores
 from tandem.settings import SettingsError
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,18 +41,6 @@ class ModelPlace:
 
     path: Path
     name: str
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and its cgroup's quota rounded up."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, -(-int(quota) // int(period))))
-    except (OSError, ValueError):
-        pass
-    return max(1, cores)
 
 
 def child_environment(env: dict[str, str]) -> dict[str, str]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from tandem.lm.batch import Model
@@ -19,6 +16,7 @@ from tandem.lm.config import UnsupportedModel
 from tandem.lm.runner_settings import RunnerSettings
 from tandem.lm.weights import WeightSource, open_source
 from tandem.lm.weights.source import file_digest
+from tandem.machine import memory_limit, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +40,8 @@ class Loaded:
 
 
 def cpu_threads(settings: RunnerSettings) -> int:
-    """Threads in use: the setting, or all cores that this process may run on."""
-    if settings.threads:
-        return settings.threads
-    try:
-        return max(1, len(os.sched_getaffinity(0)))
-    except AttributeError:
-        return max(1, os.cpu_count() or 1)
+    """Threads in use: the setting, or all cores that affinity and cgroup quota leave to this process."""
+    return settings.threads or usable_cores()
 
 
 def weight_dtype(settings: RunnerSettings, stored: str) -> torch.dtype:
@@ -62,19 +55,6 @@ def weight_dtype(settings: RunnerSettings, stored: str) -> torch.dtype:
         fast = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
         return torch.bfloat16 if fast and stored == "bfloat16" else torch.float32
     return _DTYPES.get(stored, torch.bfloat16) if stored != "float32" else torch.bfloat16
-
-
-def memory_limit() -> int:
-    """Bytes that this process may use: the cgroup's limit or the machine's memory."""
-    total = psutil.virtual_memory().total
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return min(total, int(text))
-    return total
 
 
 def kv_budget(settings: RunnerSettings) -> int:

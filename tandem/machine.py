@@ -1,0 +1,78 @@
+"""What this process may use of the machine: cores by affinity and cgroup quota, memory by cgroup limit. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+_ROOT = Path("/")
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """Threads that can compute at the same time: the affinity mask, and the tightest CPU quota of a cgroup above.
+
+    A quota is rounded up, so that none of it is lost. root: where /proc and /sys are read, for tests.
+    """
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    quotas = [quota for folder in _groups(root, "cpu") if (quota := _quota(folder)) is not None]
+    return max(1, min([cores, *(int(-(-quota // 1)) for quota in quotas)]))
+
+
+def memory_limit(root: Path = _ROOT) -> int:
+    """Bytes that this process may use: the machine's memory, or the tightest limit of a cgroup above."""
+    limits = [psutil.virtual_memory().total]
+    for folder in _groups(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(folder / name)
+            # "max" and v1's near-endless default are no limits.
+            if text.isdigit() and int(text) > 0:
+                limits.append(int(text))
+    return min(limits)
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores that a cgroup folder grants: cpu.max is "quota period" (v2), v1 has two files and -1 for none."""
+    words = _read(folder / "cpu.max").split()
+    if not words:
+        words = [_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0 or int(words[0]) == 0:
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's cgroup and of all above it, in v2's tree and in the v1 tree of a controller.
+
+    The roots come even where /proc names no group: in a container with its own cgroup namespace they are its limits.
+    """
+    base = root / "sys/fs/cgroup"
+    paths = {"": "/", controller: "/"}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if names == "":
+            paths[""] = path
+        elif controller in names.split(","):
+            paths[controller] = path
+    trees = [(base, paths[""]), (base / "unified", paths[""])]
+    trees += [(base / name, paths[controller]) for name in (controller, f"{controller},{controller}acct")]
+    for tree, path in trees:
+        # A path with .. lies outside what is mounted here.
+        inner = PurePosixPath(path.lstrip("/"))
+        if ".." in inner.parts:
+            inner = PurePosixPath()
+        yield from (tree / part for part in (inner, *inner.parents) if str(part) != ".")
+        yield tree
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
