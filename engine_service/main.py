@@ -33,6 +33,9 @@ _SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name,
 )
+# Health of the process by itself, for whoever restarts what is ill: a hung step is an illness, loading and draining not.
+LIVE = "live"
+_HEALTH_EVERY_S = 0.25
 # The step thread wants the GIL back soon after native code; the default of 5 ms would show in each decode step.
 _SWITCH_INTERVAL_S = 0.0005
 
@@ -116,6 +119,7 @@ class Process:
             self._registry = new_registry(gpu=True)
             self.metrics = MetricsServer(self._registry, self._settings.metrics_listen)
         await self._set_health(False)
+        await self.health.set(True, LIVE)
         try:
             self.port = self.server.add_insecure_port(target)
         except RuntimeError as error:
@@ -172,17 +176,19 @@ class Process:
             await self.health.set(serving, name)
 
     async def _watch(self, engine: Engine) -> None:
-        """Health follows the watchdog."""
-        stuck, recovered = asyncio.Event(), asyncio.Event()
-        watchdog = asyncio.create_task(engine.watch(stuck, recovered))
+        """Health follows the engine's state: at once when a step hangs or recovers, soon when it drains."""
+        changed = asyncio.Event()
+        watchdog = asyncio.create_task(engine.watch(changed, changed))
+        shown = engine.state
         try:
             while True:
-                await stuck.wait()
-                stuck.clear()
-                await self._set_health(False)
-                await recovered.wait()
-                recovered.clear()
-                await self._set_health(True)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), _HEALTH_EVERY_S)
+                changed.clear()
+                if engine.state != shown:
+                    shown = engine.state
+                    await self._set_health(shown == engine_pb2.ENGINE_STATE_READY)
+                    await self.health.set(shown != engine_pb2.ENGINE_STATE_STUCK, LIVE)
         finally:
             watchdog.cancel()
 

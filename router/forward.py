@@ -107,7 +107,9 @@ class Generation:
     async def _place_and_try(self) -> Failure | None:
         began = time.monotonic()
         grant = await self._shared.admission.acquire(self._job)
-        self._queued_s += time.monotonic() - began
+        waited = time.monotonic() - began
+        self._queued_s += waited
+        self._shared.metrics.queue.observe(waited)
         self._decision = self._shared.recorder.decided(self._query, grant, self._attempt, self._queued_s)
         self._engine = grant.engine.address
         failure: Failure | None = None

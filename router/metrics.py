@@ -34,6 +34,9 @@ class RouterMetrics:
         self.ttft = Histogram(
             "tandem_router_ttft_seconds", "From arrival to the first token.", buckets=_SECONDS, registry=new
         )
+        self.queue = Histogram(
+            "tandem_router_queue_seconds", "Wait of an attempt for an engine.", buckets=_SECONDS, registry=new
+        )
         self.prompt_tokens = Counter("tandem_router_prompt_tokens", "Prompt tokens of accepted requests.", registry=new)
         self.cached_tokens = Counter("tandem_router_cached_tokens", "Of these, read from a prefix cache.", registry=new)
         self.predicted_tokens = Counter(

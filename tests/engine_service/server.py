@@ -91,9 +91,9 @@ class Server:
             raise TandemError.from_rpc(error) from error
         return answer
 
-    async def serving(self) -> bool:
+    async def serving(self, name: str = "") -> bool:
         stub = health_pb2_grpc.HealthStub(self.channel)
-        status = await stub.Check(health_pb2.HealthCheckRequest())
+        status = await stub.Check(health_pb2.HealthCheckRequest(service=name))
         return status.status == health_pb2.HealthCheckResponse.SERVING
 
     async def idle(self) -> None:

@@ -84,6 +84,15 @@ async def test_full_queue_refuses_at_once() -> None:
         await server.idle()
 
 
+async def became(server: Server, serving: bool) -> None:
+    """Waits until health says so."""
+    for _ in range(500):
+        if await server.serving() == serving:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"health never became {serving}")
+
+
 async def test_drain_lets_requests_finish_and_refuses_new_ones() -> None:
     async with serve() as server:
         await hold(server)
@@ -91,6 +100,8 @@ async def test_drain_lets_requests_finish_and_refuses_new_ones() -> None:
         await until(lambda: bool(server.engine.streams))
         answer = await server.control.Drain(engine_pb2.DrainRequest(grace_ms=60_000))
         assert (answer.remaining, answer.state) == (1, engine_pb2.ENGINE_STATE_DRAINING)
+        await became(server, serving=False)
+        assert await server.serving("live"), "draining is no illness"
         with pytest.raises(TandemError) as caught:
             await server.generate(ask())
         assert caught.value.reason == "ENGINE_DRAINING" and caught.value.code == grpc.StatusCode.UNAVAILABLE
@@ -99,6 +110,7 @@ async def test_drain_lets_requests_finish_and_refuses_new_ones() -> None:
         answer = await server.control.Drain(engine_pb2.DrainRequest(cancel=True))
         assert answer.state == engine_pb2.ENGINE_STATE_READY
         assert (await server.generate(ask())).ids()
+        await became(server, serving=True)
 
 
 async def test_end_of_grace_ends_streams_as_unavailable() -> None:
@@ -121,7 +133,8 @@ async def test_hung_step_turns_health_and_fails_over() -> None:
         with pytest.raises(TandemError) as caught:
             await server.generate(ask("hangs"))
         assert caught.value.code == grpc.StatusCode.UNAVAILABLE and caught.value.reason == "NO_ENGINE"
-        assert not await server.serving()
+        await became(server, serving=False)
+        assert not await server.serving("live")
         load = await anext(aiter(server.control.WatchLoad(engine_pb2.WatchLoadRequest())))
         assert load.state == engine_pb2.ENGINE_STATE_STUCK and load.work_pending and load.last_error
         with pytest.raises(TandemError):
@@ -129,8 +142,8 @@ async def test_hung_step_turns_health_and_fails_over() -> None:
         server.runner.gate.set()
         await until(lambda: server.engine.state == engine_pb2.ENGINE_STATE_READY)
         assert (await server.generate(ask("again"))).ids()
-        await until(lambda: True)
-        assert await server.serving()
+        await became(server, serving=True)
+        assert await server.serving("live")
 
 
 async def test_failing_step_ends_its_requests_only() -> None:
