@@ -4,6 +4,12 @@ import { byId } from "./dom.js";
 
 const POINTS = 180;
 
+/** A colour of the theme as a canvas understands it: custom properties are not resolved by themselves. */
+function colour(canvas, name) {
+  canvas.style.color = `var(${name})`;
+  return getComputedStyle(canvas).color;
+}
+
 export class Chart {
   /** `lines`: names of CSS colours, one per curve, such as "--a". */
   constructor(id, lines) {
@@ -33,12 +39,11 @@ export class Chart {
     canvas.height = height * scale;
     const context = canvas.getContext("2d");
     context.scale(scale, scale);
-    const style = getComputedStyle(canvas);
     const top = Math.max(1e-9, ...this.values.flat().filter((value) => value !== null)) * 1.15;
-    this.grid(context, style, width, height, top / 1.15);
+    this.grid(context, width, height, top / 1.15);
     const y = (value) => height - 2 - (value / top) * (height - 6);
     this.values.forEach((line, index) => {
-      context.strokeStyle = style.getPropertyValue(this.colours[index]);
+      context.strokeStyle = colour(canvas, this.colours[index]);
       context.lineWidth = 1.75;
       context.beginPath();
       let open = false;
@@ -56,13 +61,13 @@ export class Chart {
     });
   }
 
-  grid(context, style, width, height, most) {
-    context.strokeStyle = style.getPropertyValue("--line");
+  grid(context, width, height, most) {
+    context.strokeStyle = colour(this.canvas, "--line");
     context.beginPath();
     context.moveTo(0, height - 1.5);
     context.lineTo(width, height - 1.5);
     context.stroke();
-    context.fillStyle = style.getPropertyValue("--soft");
+    context.fillStyle = colour(this.canvas, "--soft");
     context.font = "11px system-ui, sans-serif";
     if (most > 1e-6) context.fillText(most >= 10 ? Math.round(most).toString() : most.toPrecision(2), 2, 11);
   }

@@ -38,6 +38,11 @@ export function clock(unixMs) {
   return new Date(unixMs).toLocaleTimeString("en-GB");
 }
 
+/** engine-0 for a socket of that name; other addresses stay as they are. */
+export function shortName(address) {
+  return address?.startsWith("unix:") ? address.split("/").at(-1).replace(/\.sock$/, "") : address;
+}
+
 /** A meter from 0 to 1 with its number; a dash where nothing was measured. */
 export function gauge(share, label) {
   if (share === null || share === undefined) return DASH;

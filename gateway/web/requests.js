@@ -1,6 +1,6 @@
 // Finished requests with their receipts: why each took as long as it did.
 
-import { DASH, byId, clock, eachFrame, el, facts, millis, moreRow, percent, whole } from "./dom.js";
+import { DASH, byId, clock, eachFrame, el, facts, millis, moreRow, percent, shortName, whole } from "./dom.js";
 import { candidates, decisionOf } from "./routes.js";
 
 const MOST = 200;
@@ -50,7 +50,7 @@ function why(request, receipt, decision) {
 export function receiptFacts(receipt) {
   const proposers = Object.entries(receipt.accepted_by_proposer ?? {}).map(([name, count]) => `${name} ${count}`);
   return facts([
-    ["engine", receipt.engine],
+    ["engine", shortName(receipt.engine)],
     ["kernels", receipt.kernel_path],
     ["numerics", receipt.numerics_id],
     ["seed", receipt.seed],
@@ -82,7 +82,7 @@ function rows(request) {
     el("td", { title: request.id }, button),
     el("td", {}, request.path.replace(/^\/v1\//, "")),
     el("td", num, String(request.status)),
-    el("td", {}, request.engine || DASH),
+    el("td", { title: request.engine }, shortName(request.engine) || DASH),
     el("td", num, whole(request.prompt_tokens)),
     el("td", num, whole(request.cached_tokens)),
     el("td", num, whole(request.completion_tokens)),

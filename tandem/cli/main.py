@@ -60,7 +60,7 @@ def _add_service(app: typer.Typer, name: str, full: bool) -> None:
 
 def build_app(asked: str | None) -> typer.Typer:
     """The whole command tree; only the service command named `asked` gets its flags."""
-    from tandem.cli import admin, chat, config, doctor, kernels, models, run_batch, systemd
+    from tandem.cli import admin, chat, config, doctor, kernels, models, run_batch, status, systemd, top
 
     app = typer.Typer(
         name="tandem", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_root.__doc__
@@ -68,7 +68,7 @@ def build_app(asked: str | None) -> typer.Typer:
     app.callback()(_root)
     for name in ("serve", "gateway", "router", "engine", "draft"):
         _add_service(app, name, full=asked == name)
-    for module in (chat, models, doctor, config, kernels, admin, run_batch, systemd):
+    for module in (chat, models, doctor, config, kernels, admin, status, top, run_batch, systemd):
         module.register(app)
     return app
 
