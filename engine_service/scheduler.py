@@ -7,6 +7,7 @@ goes to prefill chunks.
 Policy is one static key per request, smaller is served sooner. fcfs: arrival. priority: arrival + priority × age
 seconds, so a request of lower rank overtakes after it has waited that much longer, and nothing starves. When blocks run
 out, the running choice with the largest key is preempted, never one with a smaller key than the choice that needs them.
+Under priority a waiting choice takes seats and blocks of running ones with larger keys in the same way.
 """
 
 from __future__ import annotations
@@ -102,8 +103,7 @@ class Scheduler:
     @property
     def seats_used(self) -> int:
         """Seats in the batch: running choices, and those that will fork from them."""
-        # While some wait to fork, the one they wait for is the request's only running choice.
-        return len(self.running) + sum(choice.request.forking for choice in self.running)
+        return _seats(self.running)
 
     def decoding(self) -> list[Choice]:
         """Choices that will decode in the next step unless memory runs out, in policy order."""
@@ -191,15 +191,50 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Moves choices from the queue into the batch, in policy order, while seats, tokens and blocks last."""
-        while self.waiting and self._left() > 0 and not self._preempted:
+        while self.waiting and not self._preempted:
             choice = self.waiting[0][1]
-            if self.seats_used + 1 + choice.request.forking > self.config.max_num_seqs:
+            room = self._room(choice)
+            if room is None:
                 return
-            matched = self._match(choice)
-            if self.running and self._need(choice, matched) > self.pool.num_free:
-                return
+            victims, matched = room
+            for victim in victims:
+                self._preempt(victim)
+            # Still the head: every victim's key is larger.
             self.waiting.pop(0)
             self._start(choice, matched)
+
+    def _room(self, choice: Choice) -> tuple[list[Choice], list[int]] | None:
+        """Whom to preempt so that a waiting choice gets in, and its cached blocks. None: it has to wait.
+
+        Only `priority` preempts for one that waits: under fcfs whoever runs came earlier.
+        """
+        later: list[Choice] = []
+        if self.config.policy == "priority":
+            later = sorted((other for other in self.running if self.key(other) > self.key(choice)), key=self.key)
+        if not later and not self._seated(choice, self.running):
+            return None
+        matched, victims = self._match(choice), list[Choice]()
+        while not self._fits(choice, matched, victims):
+            if not later:
+                return None
+            victims.append(later.pop())
+        return victims, matched
+
+    def _fits(self, choice: Choice, matched: list[int], victims: list[Choice]) -> bool:
+        """Whether seats, tokens and blocks suffice to admit a choice once the victims are gone."""
+        stay = [other for other in self.running if other not in victims]
+        if not self._seated(choice, stay):
+            return False
+        entries = (self._entries.get(victim.sequence.id) for victim in victims)
+        if self._left() + sum(entry.tokens for entry in entries if entry is not None) <= 0:
+            return False
+        # A matched block that a victim alone holds is not won: the choice takes it over.
+        freed = {block for victim in victims for block in victim.blocks if self.pool.ref_count(block) == 1}
+        return not stay or self._need(choice, matched, stay) <= self.pool.num_free + len(freed.difference(matched))
+
+    def _seated(self, choice: Choice, running: list[Choice]) -> bool:
+        """Whether there are seats for a choice, and those that fork from it, beside the running ones."""
+        return _seats(running) + 1 + choice.request.forking <= self.config.max_num_seqs
 
     def _match(self, choice: Choice) -> list[int]:
         if choice.wants_scores or not self.pool.caching:
@@ -208,13 +243,11 @@ class Scheduler:
         choice.grow_hashes(len(ids) // size, size)
         return self.pool.match(choice.hashes, pack_tokens(ids), choice.request.salt)
 
-    def _need(self, choice: Choice, matched: list[int]) -> int:
+    def _need(self, choice: Choice, matched: list[int], running: list[Choice]) -> int:
         """Free blocks wanted to admit: its own, those that running prefills still need, one per running choice."""
         own = self._blocks_for(len(choice.sequence.token_ids)) - len(matched) + self.pool.count_free(matched)
-        promised = sum(
-            max(0, self._blocks_for(len(other.sequence.token_ids)) - len(other.blocks)) for other in self.running
-        )
-        return own + promised + len(self.running) + 1
+        promised = sum(max(0, self._blocks_for(len(other.sequence.token_ids)) - len(other.blocks)) for other in running)
+        return own + promised + len(running) + 1
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)
@@ -361,6 +394,11 @@ class Scheduler:
             PoolIntegrityError: they do not add up.
         """
         self.pool.check(choice.blocks for choice in self.running)
+
+
+def _seats(running: list[Choice]) -> int:
+    # While some wait to fork, the one they wait for is the request's only running choice.
+    return len(running) + sum(choice.request.forking for choice in running)
 
 
 def check_fits(prompt_len: int, max_output: int, pool: BlockPool) -> None:

@@ -112,7 +112,7 @@ def test_priority_goes_first_until_age_outweighs_it() -> None:
 
 def test_priority_order_of_the_queue() -> None:
     h = harness(seqs=1, policy="priority")
-    h.add([9], 3)
+    h.add([9], 3, priority=-2)
     h.step()
     low, high = h.add([1], 1, priority=1), h.add([2], 1, priority=-1)
     h.step()
@@ -126,6 +126,55 @@ def test_a_low_priority_is_preempted_for_a_high_one_never_the_reverse() -> None:
     high = h.add([2] * 9, 20, priority=0)
     h.finish()
     assert h.requests[low].preemptions > 0 and h.requests[high].preemptions == 0
+
+
+def test_a_waiting_high_priority_takes_the_seat_of_the_last_in_order() -> None:
+    h = harness(seqs=2, policy="priority")
+    mid, low = h.add([1] * 9, 12, priority=1), h.add([2] * 9, 12, priority=2)
+    h.step()
+    h.step()
+    high = h.add([3] * 9, 4, priority=0)
+    h.step()
+    assert set(work(h)) == {mid, high}, "seated in the step in which it came"
+    h.finish()
+    assert [h.requests[r].preemptions for r in (high, mid, low)] == [0, 0, 1]
+    params = SamplingParams(temperature=0.0)
+    for request, token, count in ((high, 3, 4), (mid, 1, 12), (low, 2, 12)):
+        assert h.results[request].outputs[0] == h.expect([token] * 9, params, 0, count)
+
+
+def test_a_request_of_several_choices_takes_seats_only_if_all_of_them_can_be_had() -> None:
+    h = harness(seqs=3, policy="priority", budget=32, chunk=32)
+    first, low = h.add([1] * 5, 12, priority=-1), h.add([2] * 5, 12, n=2, priority=5)
+    h.step()
+    h.step()
+    three = h.add([3] * 5, 3, n=3, priority=0)
+    h.step()
+    assert h.requests[low].preemptions == 0, "two seats would not be enough, so none is taken"
+    two = h.add([4] * 5, 3, n=2, priority=-1)
+    h.step()
+    assert set(work(h)) == {first, two} and h.requests[low].preemptions == 2
+    h.finish()
+    assert h.requests[three].preemptions == h.requests[two].preemptions == 0
+
+
+@pytest.mark.parametrize("priority", [0, 3])
+def test_no_seat_is_taken_from_an_equal_or_sooner_one(priority: int) -> None:
+    h = harness(seqs=1, policy="priority")
+    running = h.add([1] * 5, 8)
+    h.step()
+    h.add([2] * 5, 8, priority=priority)
+    h.finish()
+    assert h.requests[running].preemptions == 0
+
+
+def test_fcfs_knows_no_priority() -> None:
+    h = harness(seqs=1)
+    running = h.add([1] * 5, 8, priority=5)
+    h.step()
+    h.add([2] * 5, 8, priority=-5)
+    h.finish()
+    assert h.requests[running].preemptions == 0
 
 
 def test_expired_leaves_queue_and_batch_in_the_same_step() -> None:
