@@ -58,11 +58,12 @@ class McpApp:
     async def _started(self) -> StreamableHTTPSessionManager:
         async with self._lock:
             if self._manager is None:
-                self._manager = await asyncio.to_thread(self._load)
+                manager: StreamableHTTPSessionManager = await asyncio.to_thread(self._load)
                 ready = asyncio.Event()
-                self._running = asyncio.create_task(self._run(self._manager, ready))
+                self._running = asyncio.create_task(self._run(manager, ready))
                 await ready.wait()
-        return self._manager
+                self._manager = manager
+            return self._manager
 
     def _load(self) -> Any:
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager

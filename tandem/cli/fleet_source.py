@@ -93,8 +93,8 @@ class GatewaySource:
         except ValueError:
             raise UnreachableError(f"gateway at {self.name} does not answer with JSON") from None
         if answer.status_code != 200:
-            error = value.get("error") if isinstance(value, dict) else None
-            message = error.get("message") if isinstance(error, dict) else f"HTTP {answer.status_code}"
+            told = value.get("error") if isinstance(value, dict) else None
+            message = told.get("message") if isinstance(told, dict) else f"HTTP {answer.status_code}"
             raise UnreachableError(f"gateway at {self.name}: {message}")
         return dict(value)
 

@@ -16,6 +16,7 @@ from tandem.cli.services import fail
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 OK, DEGRADED, DOWN, UNKNOWN = 0, 1, 2, 3
 WORDS = {OK: "ok", DEGRADED: "degraded", DOWN: "down", UNKNOWN: "unknown"}
@@ -76,38 +77,48 @@ def _count(value: int | None) -> str:
     return "–" if value is None else f"{value:,}"
 
 
-def engine_table(fleet: dict[str, Any], rates: dict[str, float] | None = None) -> Table:
-    """One row per engine; with `rates` (tokens per second by address) a column for them."""
-    from rich.table import Table
+# Columns that a narrow terminal does without.
+_WIDE_ONLY = frozenset({"model", "memory", "epoch", "numerics", "last error"})
+WIDE = 120
+
+
+def engine_row(engine: dict[str, Any], rates: dict[str, float] | None) -> dict[str, str | Text]:
+    """An engine's cells by column."""
     from rich.text import Text
 
+    state = engine["state"] + (f" ({engine['consecutive_failures']} failed)" if engine["breaker"] == "open" else "")
+    row: dict[str, str | Text] = {
+        "engine": engine["name"],
+        "state": Text(state, style=_COLOURS.get(engine["state"], "red")),
+        "model": engine["model"] or "–",
+        "running": _count(engine["running"]),
+        "waiting": _count(engine["waiting"]),
+        "KV": share(engine["kv_use"]),
+        "hits": share(engine["hit_rate"]),
+        "drafts ok": share(engine["acceptance"]),
+    }
+    if rates is not None:
+        row["tok/s"] = f"{rates[engine['address']]:.0f}" if engine["address"] in rates else "–"
+    row["memory"] = "–" if engine["rss_bytes"] is None else f"{engine['rss_bytes'] / 1e6:,.0f} MB"
+    row["epoch"] = (engine["epoch"] or "–")[:8]
+    row["numerics"] = (engine["numerics_id"] or "–")[:12]
+    # Text, so that brackets in an error are no markup.
+    row["last error"] = Text(engine["last_error"])
+    return row
+
+
+def engine_table(fleet: dict[str, Any], rates: dict[str, float] | None = None, wide: bool = True) -> Table:
+    """One row per engine; with `rates` (tokens per second by address) a column for them."""
+    from rich.table import Table
+
+    rows = [engine_row(engine, rates) for engine in fleet["engines"]]
+    names = [name for name in (rows[0] if rows else ()) if wide or name not in _WIDE_ONLY]
+    left = _WIDE_ONLY - {"memory"} | {"engine", "state"}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("engine", "state", "model"):
-        table.add_column(name, no_wrap=True)
-    for name in ("running", "waiting", "KV", "hits", "drafts ok", *(["tok/s"] if rates is not None else []), "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("epoch", "numerics", "last error"):
-        table.add_column(name, no_wrap=name != "last error")
-    for engine in fleet["engines"]:
-        state = engine["state"] + (f" ({engine['consecutive_failures']} failed)" if engine["breaker"] == "open" else "")
-        speed = [] if rates is None else [f"{rates[engine['address']]:.0f}" if engine["address"] in rates else "–"]
-        memory = "–" if engine["rss_bytes"] is None else f"{engine['rss_bytes'] / 1e6:,.0f} MB"
-        table.add_row(
-            engine["name"],
-            Text(state, style=_COLOURS.get(engine["state"], "red")),
-            engine["model"] or "–",
-            _count(engine["running"]),
-            _count(engine["waiting"]),
-            share(engine["kv_use"]),
-            share(engine["hit_rate"]),
-            share(engine["acceptance"]),
-            *speed,
-            memory,
-            (engine["epoch"] or "–")[:8],
-            (engine["numerics_id"] or "–")[:12],
-            # Text, so that brackets in an error are no markup.
-            Text(engine["last_error"]),
-        )
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "last error")
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
     return table
 
 

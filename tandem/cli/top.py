@@ -13,7 +13,7 @@ import typer
 
 from tandem.cli.fleet_source import Source, UnreachableError
 from tandem.cli.services import fail
-from tandem.cli.status import UNKNOWN, engine_table, judge, open_source
+from tandem.cli.status import UNKNOWN, WIDE, engine_table, judge, open_source
 from tandem.fleet_view import token_rates
 
 if TYPE_CHECKING:
@@ -73,11 +73,12 @@ class View:
             return "first token –"
         return f"first token p50 {half:.0f} ms, p99 {most:.0f} ms"
 
-    def render(self) -> RenderableType:
-        """Everything as one thing to print."""
+    def render(self, width: int) -> RenderableType:
+        """Everything as one thing to print on a terminal of so many columns."""
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
+
+        wide = width >= WIDE
 
         if self.fleet is None:
             return Text(f"{self.source}: {self.error or 'asking…'}", style="red" if self.error else "")
@@ -88,11 +89,23 @@ class View:
             head.append(f"\n{self.error}; what follows is {time.monotonic() - self.at:.0f} s old", style="red")
         speed = f"{self.speeds[-1]:.0f} tok/s" if self.speeds else "– tok/s"
         line = Text(f"{speed} {sparkline(self.speeds)}  {self._latency()}  shed {self.shed_per_s:.1f}/s")
+        parts: list[RenderableType] = [head, line, Text(), engine_table(self.fleet, self.rates, wide)]
+        if not wide:
+            errors = [engine for engine in self.fleet["engines"] if engine["last_error"]]
+            parts += [Text(f"{engine['name']}: {engine['last_error']}", style="red") for engine in errors]
+        return Group(*parts, Text(), self._decisions(wide))
+
+    def _decisions(self, wide: bool) -> RenderableType:
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(box=None, pad_edge=False, header_style="bold", title="last decisions", title_justify="left")
-        for name in ("time", "engine", "prompt", "cached", "queued", "first token", "outcome", "why"):
-            table.add_column(
-                name, no_wrap=True, justify="left" if name in ("time", "engine", "outcome", "why") else "right"
-            )
+        for name in ("time", "engine"):
+            table.add_column(name, no_wrap=True)
+        for name in ("prompt", "cached", "queued", "first token"):
+            table.add_column(name, no_wrap=True, justify="right")
+        for name in ("outcome", "why") if wide else ("outcome",):
+            table.add_column(name, no_wrap=True)
         for one in reversed(self.decisions[-SHOWN_DECISIONS:]):
             table.add_row(
                 time.strftime("%H:%M:%S", time.localtime(one["unix_ms"] / 1000)),
@@ -102,9 +115,9 @@ class View:
                 f"{one['queued_ms']:.0f} ms",
                 "–" if one["ttft_ms"] is None else f"{one['ttft_ms']:.0f} ms",
                 one["outcome"] or "running",
-                Text(one["reason"]),
+                *([Text(one["reason"])] if wide else []),
             )
-        return Group(head, line, Text(), engine_table(self.fleet, self.rates), Text(), table)
+        return table
 
 
 async def look(source: Source, view: View) -> None:
@@ -123,10 +136,10 @@ async def _run(url: str | None, admin: str | None, every_s: float) -> None:
     source = open_source(url, admin)
     view = View(source.name)
     try:
-        with Live(view.render(), screen=True, auto_refresh=False) as live:
+        with Live(screen=True, auto_refresh=False) as live:
             while True:
                 await look(source, view)
-                live.update(view.render(), refresh=True)
+                live.update(view.render(live.console.width), refresh=True)
                 await asyncio.sleep(every_s)
     finally:
         await source.close()

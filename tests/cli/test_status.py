@@ -124,27 +124,29 @@ def test_top_shows_fleet_and_decisions(served: tuple[admin_mock.MockAdmin, str])
     mock.engines = [ready("engine-0", output_tokens=5), DOWN]
     mock.decisions = [admin_mock.decision("r1")]
 
-    def text(view: top.View) -> str:
-        console = Console(width=200)
+    def text(view: top.View, width: int = 200) -> str:
+        console = Console(width=width)
         with console.capture() as captured:
-            console.print(view.render())
+            console.print(view.render(width))
         return captured.get()
 
-    async def work() -> tuple[str, str, str]:
+    async def work() -> tuple[str, str, str, str]:
         source = status.open_source(None, address)
         view = top.View(source.name)
         first = text(view)
         await top.look(source, view)
         await top.look(source, view)
-        shown = text(view)
+        shown, narrow = text(view), text(view, 80)
         await source.close()
         gone = status.open_source(None, "127.0.0.1:9")
         await top.look(gone, view)
         await gone.close()
-        return first, shown, text(view)
+        return first, shown, narrow, text(view)
 
-    first, shown, stale = asyncio.run(work())
+    first, shown, narrow, stale = asyncio.run(work())
     assert "asking" in first
     assert "degraded" in shown and "engine-0" in shown and "holds 32 prompt tokens" in shown and "0 tok/s" in shown
+    # Nothing is cut off on a narrow terminal: what has no room is left out.
+    assert "engine-0" in narrow and "host:5: [refused]" in narrow and "…" not in narrow and "drafts ok" in narrow
     # What was seen last stays, and says how old it is.
     assert "s old" in stale and "engine-0" in stale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,23 @@ def wait_live(browser: Browser) -> None:
     browser.eventually(lambda: browser.text("#link") == "live", what="live")
 
 
+def load(stack: Stack, streams: int = 3, rounds: int = 4) -> list[threading.Thread]:
+    """Starts streams of short chats, so that the curves have something to show."""
+
+    def ask(number: int) -> None:
+        with stack.client() as http:
+            for turn in range(rounds):
+                question = f"Tell me about the number {number * 10 + turn}."
+                message = {"role": "user", "content": question}
+                answer = http.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 48, "seed": turn})
+                assert answer.status_code == 200, answer.text
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(streams)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
 def test_fleet_and_both_themes(browser: Browser, stack: Stack) -> None:
     browser.dark(False)
     browser.go(stack.url)
@@ -46,6 +64,11 @@ def test_fleet_and_both_themes(browser: Browser, stack: Stack) -> None:
     browser.eventually(lambda: browser.count("tr[data-state=ready]") == 2, what="two engines ready")
     row = browser.text("tr[data-engine=engine-0]")
     assert "smollm2-135m-instruct" in row and "closed" in row
+    threads = load(stack)
+    browser.eventually(lambda: "ms" in browser.text("#now-ttft"), what="a time to the first token")
+    browser.eventually(lambda: browser.text("#now-tps") not in ("", "0"), what="tokens per second")
+    for thread in threads:
+        thread.join()
     light = browser.run("return getComputedStyle(document.body).backgroundColor")
     browser.dark(True)
     assert browser.run("return getComputedStyle(document.body).backgroundColor") != light
