@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from tandem.rpc import check_http_address
 from tandem.settings import Settings
 
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+
 
 class EngineSettings(Settings):
     """All that an engine process can be told. Bytes, tokens, seconds and milliseconds as named."""
@@ -24,7 +26,11 @@ class EngineSettings(Settings):
     # What the model runs on.
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     dtype: str = Field("auto", description="weights and activations", pattern="^(auto|float32|bfloat16|float16)$")
-    kv_dtype: str = Field("auto", description="KV cache", pattern="^(auto|float32|bfloat16|float16)$")
+    kv_dtype: str = Field(
+        "auto",
+        description="KV cache: auto, float32, bfloat16, float16, int8 (CPU kernels) or fp8 (GPU kernels)",
+        pattern="^(auto|float32|bfloat16|float16|int8|fp8)$",
+    )
     numerics: str = Field("fast", description="exact (fp32 everywhere) or fast", pattern="^(exact|fast)$")
     kernels: str = Field("auto", description="auto, torch (plain path) or native", pattern="^(auto|torch|native)$")
     model_impl: str = Field("auto", description="auto, native or transformers", pattern="^(auto|native|transformers)$")
@@ -33,8 +39,16 @@ class EngineSettings(Settings):
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share each layer")
 
     # KV cache.
-    kv_cache_bytes: int = Field(0, ge=0, description="bytes of KV cache; 0: min(1 GiB, a quarter of the memory limit)")
-    block_size: int = Field(16, description="tokens per KV block: 8, 16, 32, 64 or 128")
+    kv_cache_bytes: int = Field(
+        0, ge=0, description="bytes of KV cache; 0: min(1 GiB, a quarter of the memory limit), on a GPU what is left"
+    )
+    gpu_memory_utilization: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the GPU's memory for weights, activations and KV cache; 0: 0.9; on a CPU refused",
+    )
+    block_size: int = Field(16, description="tokens per KV block: 8 (torch path only), 16, 32, 64 or 128")
     prefix_caching: bool = Field(True, description="reuse the KV of equal prompt beginnings")
 
     # Scheduling.
@@ -72,11 +86,23 @@ class EngineSettings(Settings):
     def _metrics_listen(cls, value: str) -> str:
         return check_http_address(value)
 
+    @field_validator("block_size")
+    @classmethod
+    def _block_size(cls, value: int) -> int:
+        if value not in BLOCK_SIZES:
+            raise ValueError(f"block_size is {value}, but must be one of {', '.join(map(str, BLOCK_SIZES))}")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, but must be at least max_num_seqs "
                 f"({self.max_num_seqs})"
+            )
+        if self.kernels == "native" and self.block_size % 16:
+            raise ValueError(
+                f"block_size is {self.block_size}, but the CPU kernels need a multiple of 16: raise it, or choose "
+                "kernels auto, which then takes the torch path"
             )
         return self

@@ -16,11 +16,10 @@ from tandem.lm.config import UnsupportedModel
 from tandem.lm.runner_settings import RunnerSettings
 from tandem.lm.weights import WeightSource, open_source
 from tandem.lm.weights.source import file_digest
-from tandem.machine import memory_limit, usable_cores
+from tandem.machine import usable_cores
 
 log = logging.getLogger(__name__)
 
-_GIB = 1 << 30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Progress = Callable[[int, int], None]
 
@@ -55,14 +54,6 @@ def weight_dtype(settings: RunnerSettings, stored: str) -> torch.dtype:
         fast = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
         return torch.bfloat16 if fast and stored == "bfloat16" else torch.float32
     return _DTYPES.get(stored, torch.bfloat16) if stored != "float32" else torch.bfloat16
-
-
-def kv_budget(settings: RunnerSettings) -> int:
-    """Bytes for the KV cache: the setting, or min(1 GiB, a quarter of memory), or 85% of what is free on a GPU."""
-    if settings.device != "cpu" and not settings.kv_cache_bytes:
-        # Asked after the weights are loaded; the rest is for activations and captured steps.
-        return int(0.85 * torch.cuda.mem_get_info(torch.device(settings.device))[0])
-    return settings.kv_cache_bytes or min(_GIB, memory_limit() // 4)
 
 
 def load_model(settings: RunnerSettings, progress: Progress) -> Loaded:

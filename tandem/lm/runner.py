@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tandem.lm import loading, rejection
+from tandem.lm import loading, memory, rejection
 from tandem.lm.batch import KV, build_batch
 from tandem.lm.embedding import embed
 from tandem.lm.processors import Row
@@ -27,28 +27,37 @@ Scorer = Callable[[np.ndarray, list[int], list[int]], list[TokenScore]]
 _PROMPT_TILE = 64
 
 
+@dataclass(frozen=True)
+class Start:
+    """Memory as it was before the weights: bytes of this process (0 where a GPU computes), and the GPU's."""
+
+    base: int = 0
+    gpu: memory.GpuMemory | None = None
+
+
 class ModelRunner:
     """Runner over any Model. One thread calls it."""
 
-    def __init__(self, settings: RunnerSettings, loaded: loading.Loaded) -> None:
+    def __init__(self, settings: RunnerSettings, loaded: loading.Loaded, start: Start) -> None:
         self._settings, self._model = settings, loaded.model
         kv_dtype = loaded.model.default_kv_dtype if settings.kv_dtype == "auto" else settings.kv_dtype
         block_bytes = loaded.model.kv_block_bytes(settings.block_size, kv_dtype)
-        budget = loading.kv_budget(settings)
-        blocks = budget // block_bytes
-        if blocks < 2:
-            raise ValueError(f"kv_cache_bytes is {budget}, but two blocks need {2 * block_bytes}")
         # Every sequence of a full step may decode.
         max_rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
         self._new_kv: Callable[[int], KV] = lambda count: loaded.model.new_kv(
             count, settings.block_size, kv_dtype, max_rows
         )
-        self._kv = self._new_kv(blocks)
         # A model on a GPU leaves its logits there, and brings the sampler that reads them.
         self._forward = getattr(loaded.model, "raw_logits", loaded.model.logits)
         self._sampler = getattr(loaded.model, "new_sampler", Sampler)(loaded.vocab_size)
         self._host_sampler = Sampler(loaded.vocab_size)
         self._scores: Scorer = getattr(loaded.model, "token_scores", token_scores)
+        budget, workspace = self._budget(loaded, start, max_rows)
+        blocks = budget // block_bytes
+        if blocks < 2:
+            raise ValueError(f"kv_cache_bytes is {budget}, but two blocks need {2 * block_bytes}")
+        self._kv = self._new_kv(blocks)
+        self.memory = memory.MemoryPlan(loaded.model.weight_bytes, blocks * block_bytes, workspace, start.base)
         self.spec = ModelSpec(
             architecture=loaded.architecture,
             vocab_size=loaded.vocab_size,
@@ -63,7 +72,23 @@ class ModelRunner:
             batch_invariant=loaded.model.batch_invariant,
             kernel_path=loaded.model.kernel_path,
             threads=loaded.threads,
+            workspace_bytes=workspace,
+            base_bytes=start.base,
         )
+
+    def _budget(self, loaded: loading.Loaded, start: Start, max_rows: int) -> tuple[int, int]:
+        """Bytes for the KV cache, and of working memory that the largest step takes."""
+        settings = self._settings
+        if start.gpu is None:
+            width = getattr(loaded.model, "row_width", 16 * loaded.hidden_size)
+            step = memory.step_bytes(max_rows, width, settings.max_num_seqs, loaded.vocab_size)
+            return memory.cpu_kv_bytes(settings), step
+        peak = memory.activation_peak(settings, loaded.max_model_len, self._new_kv, self._forward, self._sampler)
+        if settings.kv_cache_bytes:
+            return settings.kv_cache_bytes, peak
+        utilization = settings.gpu_memory_utilization or memory.DEFAULT_UTILIZATION
+        after = memory.GpuMemory.of(settings.device)
+        return memory.gpu_kv_bytes(utilization, start.gpu, after, peak), peak
 
     def execute(self, slices: list[Slice]) -> list[SliceOutput]:
         """Runs one step and samples; outputs parallel `slices`.
@@ -221,18 +246,19 @@ def load_runner(settings: RunnerSettings) -> Runner:
             last = tenth
             log.info("loading weights: %d%%", 10 * tenth)
 
+    on_cpu = settings.device == "cpu"
+    start = Start(memory.resident()) if on_cpu else Start(gpu=memory.GpuMemory.of(settings.device))
     loaded = loading.load_model(settings, progress)
-    runner = ModelRunner(settings, loaded)
+    runner = ModelRunner(settings, loaded, start)
     spec = runner.spec
     log.info(
-        "loaded %s in %.1f s: weights %d MiB, KV %d blocks of %d tokens (%d MiB), %s, numerics %s",
+        "loaded %s in %.1f s: KV %d blocks of %d tokens, %s, numerics %s",
         spec.architecture,
         time.monotonic() - started,
-        spec.weight_bytes >> 20,
         spec.num_blocks,
         spec.block_size,
-        spec.num_blocks * spec.block_bytes >> 20,
         spec.kernel_path,
         spec.numerics_id,
     )
+    log.info("memory: %s", runner.memory)
     return runner

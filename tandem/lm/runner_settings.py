@@ -34,8 +34,10 @@ class RunnerSettings:
     device: str = "cpu"
     # Tokens per KV block.
     block_size: int = 16
-    # Bytes of KV cache over all layers; 0: min(1 GiB, a quarter of the memory limit).
+    # Bytes of KV cache over all layers; 0: min(1 GiB, a quarter of the memory limit), on a GPU by its utilization.
     kv_cache_bytes: int = 0
+    # Share of a GPU's memory for weights, activations and KV cache; 0: 0.9. Has no meaning on a CPU.
+    gpu_memory_utilization: float = 0.0
     # Longest prompt plus output in tokens; 0: what the model was trained for.
     max_model_len: int = 0
     # Most tokens computed in one step.
@@ -74,5 +76,17 @@ class RunnerSettings:
             value = getattr(self, field)
             if value < least:
                 raise ValueError(f"{field} is {value}, but must be at least {least}")
+        if not 0 <= self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, but must be from 0 to 1")
+        if self.gpu_memory_utilization and self.device == "cpu":
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, but the model runs on the CPU: "
+                "set kv_cache_bytes to size the KV cache there"
+            )
+        if self.gpu_memory_utilization and self.kv_cache_bytes:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization} and kv_cache_bytes {self.kv_cache_bytes}, "
+                "but each sizes the KV cache: set one of them"
+            )
         if self.block_size not in (8, 16, 32, 64, 128):
             raise ValueError(f"block_size is {self.block_size}, but must be 8, 16, 32, 64 or 128")

@@ -126,6 +126,9 @@ class ModelSpec:
     batch_invariant: bool
     kernel_path: str
     threads: int
+    # Working memory of the largest step, and of the process before the weights (0 where a GPU computes).
+    workspace_bytes: int = 0
+    base_bytes: int = 0
 
 
 class Runner(Protocol):

@@ -75,6 +75,10 @@ class CompiledModel:
         self._model = self._build(source, self._all_tiles(source, digest, progress))
         tiles = {id(tile): tile for tile in self._tiles()}
         self.weight_bytes = sum(tile.nbytes for tile in tiles.values())
+        heads, inner = config.num_heads + 2 * config.num_kv_heads, config.intermediate_size
+        widest = max(config.hidden_size, config.num_heads * config.head_dim, inner)
+        # Numbers in fp32 that the decoder keeps per row; its inputs of linears have three forms of 4, 2 and 1 bytes.
+        self.row_width = 2 * config.hidden_size + (heads + config.num_heads) * config.head_dim + 2 * inner + 2 * widest
 
     def _tiles(self) -> list[TileWeight]:
         layers = [getattr(layer, name) for layer in self._model.layers for name in _NAMES]

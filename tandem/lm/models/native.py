@@ -176,6 +176,9 @@ class NativeModel:
         self.head = self.embedding if tied else source.tensor("head.weight", dtype).to(device)
         self._ropes = rotary_tables(source, device)
         self.weight_bytes = sum(tensor.nbytes for tensor in _all_tensors(self))
+        # Numbers per row that live at once in the widest layer: states, heads, and the MLP's two halves twice.
+        heads = 2 * config.num_heads + 2 * config.num_kv_heads
+        self.row_width = 4 * config.hidden_size + heads * config.head_dim + 4 * config.intermediate_size
 
     def kv_block_bytes(self, block_size: int, kv_dtype: str) -> int:
         return block_bytes(self._kv_shapes(), block_size, kv_dtype)
