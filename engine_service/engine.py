@@ -114,6 +114,7 @@ class Engine:
         """Starts the step thread. Call on the event loop."""
         self._events = asyncio.get_running_loop()
         self.loop.start()
+        self.grammars.warm()
 
     async def close(self, patience_s: float = 5.0) -> bool:
         """Ends all streams and the step thread. False if a step still runs after `patience_s`: it is left behind."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import llguidance
@@ -19,6 +21,8 @@ import numpy as np
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 # Whitespace in JSON is free, but not endless: a small model could fill its whole budget with it.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
@@ -111,11 +115,23 @@ class GrammarCompiler:
         self._timeout_s = timeout_s
         self._limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
         self._native: llguidance.LLTokenizer | None = None
+        self._native_lock = threading.Lock()
         self._cache: OrderedDict[bytes, GrammarMatcher] = OrderedDict()
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def warm(self) -> Future[None]:
+        """Builds in a worker what all grammars need (some 0.3 s), so that the first request need not wait for it."""
+        return self._pool.submit(self._warm)
+
+    def _warm(self) -> None:
+        try:
+            self._build(pb.StructuredOutput(json_object=True), "json_object")
+        except Exception:
+            # Each request with a grammar will be told; others need none.
+            log.exception("structured output does not work with this tokenizer")
 
     async def compile(self, structured: pb.StructuredOutput) -> GrammarMatcher:
         """A matcher in its first state.
@@ -142,13 +158,18 @@ class GrammarCompiler:
 
     def _build(self, structured: pb.StructuredOutput, kind: str) -> GrammarMatcher:
         grammar = self._source(structured, kind)
-        if self._native is None:
-            spec = self._tokenizer.bundle.tokenizer_json.decode()
-            self._native = llguidance.LLTokenizer(spec, n_vocab=self._vocab_size, eos_token=sorted(self._stop_ids))
-        matcher = llguidance.LLMatcher(self._native, grammar, log_level=0, limits=self._limits)
+        matcher = llguidance.LLMatcher(self._vocabulary(), grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise _refused(kind, f"cannot be compiled: {_first_line(matcher.get_error())}")
         return GrammarMatcher(matcher, self._vocab_size, self._stop_ids)
+
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        """The tokenizer as llguidance knows it; built once, whichever worker comes first."""
+        with self._native_lock:
+            if self._native is None:
+                spec = self._tokenizer.bundle.tokenizer_json.decode()
+                self._native = llguidance.LLTokenizer(spec, n_vocab=self._vocab_size, eos_token=sorted(self._stop_ids))
+            return self._native
 
     def _source(self, structured: pb.StructuredOutput, kind: str) -> str:
         from_schema = llguidance.LLMatcher.grammar_from_json_schema

@@ -8,6 +8,7 @@ import re
 import time
 
 import jsonschema
+import llguidance
 import pytest
 
 from engine_service.grammar import GrammarCompiler
@@ -215,4 +216,21 @@ async def test_compilation_is_cached_and_copies_are_independent() -> None:
     second.accept(list(b"ab"))
     with pytest.raises(TandemError):
         second.accept(list(b"c"))
+    compiler.close()
+
+
+async def test_warm_up_leaves_the_first_request_only_its_own_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    original = llguidance.LLTokenizer
+
+    def counted(*args: object, **kwargs: object) -> llguidance.LLTokenizer:
+        built.append("tokenizer")
+        return original(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", counted)
+    compiler = GrammarCompiler(TOKENIZER, BYTE_VOCAB, max_bytes=1000, timeout_s=10)
+    await asyncio.wrap_future(compiler.warm())
+    assert built == ["tokenizer"]
+    await asyncio.gather(*(compiler.compile(structured("regex", f"a{{{count}}}")) for count in range(1, 6)))
+    assert built == ["tokenizer"]
     compiler.close()
