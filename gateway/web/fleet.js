@@ -4,6 +4,7 @@ import { Chart, quantile } from "./chart.js";
 import { DASH, byId, bytes, el, gauge, millis, percent, whole } from "./dom.js";
 
 const WINDOW = 30;
+const COLUMNS = 13;
 
 const charts = {
   tps: new Chart("chart-tps", ["--a"]),
@@ -53,7 +54,7 @@ function row(engine, rate) {
   const num = { class: "num" };
   const failures = engine.consecutive_failures;
   const breaker = engine.breaker === "open" ? `open (${failures})` : failures ? `closed (${failures} failed)` : "closed";
-  return el(
+  const cells = el(
     "tr",
     { "data-engine": engine.name, "data-state": engine.state },
     el("td", { title: engine.address }, engine.name),
@@ -69,8 +70,9 @@ function row(engine, rate) {
     el("td", {}, breaker),
     el("td", {}, el("code", {}, engine.epoch?.slice(0, 8) ?? DASH)),
     el("td", { title: engine.numerics_id ?? "" }, el("code", {}, engine.numerics_id?.slice(0, 12) ?? DASH), engine.batch_invariant === false ? " best effort" : null),
-    el("td", { class: "wide" }, engine.last_error || DASH),
   );
+  const error = engine.last_error ? el("tr", { class: "problem" }, el("td", { colspan: COLUMNS }, `Last error of ${engine.name}: ${engine.last_error}`)) : null;
+  return error ? [cells, error] : [cells];
 }
 
 function curves(now, before, rate) {
@@ -93,8 +95,8 @@ export function showFleet(now) {
   const before = history.at(-1);
   const rate = before ? rates(now, before) : null;
   totals(now, rate);
-  const rows = now.engines.map((engine) => row(engine, rate?.perEngine.get(engine.address)));
-  const none = el("tr", {}, el("td", { colspan: 14 }, "The router knows no engine."));
+  const rows = now.engines.flatMap((engine) => row(engine, rate?.perEngine.get(engine.address)));
+  const none = el("tr", {}, el("td", { colspan: COLUMNS }, "The router knows no engine."));
   byId("engines").tBodies[0].replaceChildren(...(rows.length ? rows : [none]));
   if (rate) curves(now, history[0], rate);
   history.push(now);

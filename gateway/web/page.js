@@ -95,7 +95,10 @@ const HANDLERS = {
   },
   route: addDecision,
   request: addRequest,
-  trouble: (value) => trouble(value.message),
+  trouble: (value) => {
+    link("off", "router not reached");
+    trouble(value.message);
+  },
 };
 
 async function fill(path, reset) {

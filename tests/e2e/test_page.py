@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway.keys import hash_key
 from tests.e2e.browser import Browser, missing
 from tests.e2e.conftest import _port
 from tests.e2e.stack import Stack
+from tests.gateway.conftest import RunningGateway
 
 ARTEFACTS = Path(__file__).resolve().parents[1] / "artifacts" / "page"
 REPEAT = "Repeat this ten times: the quick brown fox jumps over the lazy dog."
@@ -48,8 +51,9 @@ def load(stack: Stack, streams: int = 3, rounds: int = 4) -> list[threading.Thre
             for turn in range(rounds):
                 question = f"Tell me about the number {number * 10 + turn}."
                 message = {"role": "user", "content": question}
-                answer = http.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 48, "seed": turn})
-                assert answer.status_code == 200, answer.text
+                body = {"messages": [message], "max_tokens": 48, "seed": turn, "stream": True}
+                answer = http.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200 and "[DONE]" in answer.text
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(streams)]
     for thread in threads:
@@ -66,6 +70,7 @@ def test_fleet_and_both_themes(browser: Browser, stack: Stack) -> None:
     assert "smollm2-135m-instruct" in row and "closed" in row
     threads = load(stack)
     browser.eventually(lambda: "ms" in browser.text("#now-ttft"), what="a time to the first token")
+    browser.eventually(lambda: "ms" in browser.text("#now-itl"), what="a time between tokens")
     browser.eventually(lambda: browser.text("#now-tps") not in ("", "0"), what="tokens per second")
     for thread in threads:
         thread.join()
@@ -147,6 +152,31 @@ def test_bad_values_are_told(browser: Browser, stack: Stack) -> None:
     assert browser.run("return document.getElementById('message').value") == "Hello"
 
 
+def test_a_key_is_asked_for(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"id": "ann", "sha256": hash_key("right")}]}))
+    gateway = RunningGateway(keys_file=str(file), router="127.0.0.1:9", router_admin="")
+    try:
+        browser.go(gateway.url)
+        browser.eventually(lambda: browser.count("dialog[open]") == 1, what="the dialog")
+        browser.type("#key", "wrong")
+        browser.press("Enter")
+        browser.eventually(lambda: browser.count("dialog[open]") == 0, what="the dialog gone")
+        browser.eventually(lambda: browser.count("dialog[open]") == 1, what="the dialog again")
+        browser.screenshot(ARTEFACTS / "key.png")
+        browser.type("#key", "right")
+        browser.press("Enter")
+        browser.eventually(lambda: "--router-admin" in browser.text("#trouble"), what="what this gateway lacks")
+        # The key is nowhere but in this tab.
+        assert browser.run("return [localStorage.length, document.cookie, location.href.includes('right')]") == [
+            0,
+            "",
+            False,
+        ]
+    finally:
+        gateway.stop()
+
+
 def test_an_engine_dies_and_comes_back(browser: Browser, stack: Stack) -> None:
     browser.go(stack.url)
     wait_live(browser)
@@ -155,6 +185,7 @@ def test_an_engine_dies_and_comes_back(browser: Browser, stack: Stack) -> None:
     epoch = browser.text(f"{row} td:nth-child(12)")
     os.kill(stack.pid("engine-0"), signal.SIGKILL)
     browser.eventually(lambda: browser.count(f"{row}:not([data-state=ready])") == 1, what="engine-0 not ready")
+    assert "Last error of engine-0" in browser.text("#engines")
     browser.screenshot(ARTEFACTS / "engine-down.png")
     browser.eventually(lambda: browser.count(f"{row}[data-state=ready]") == 1, within_s=180, what="engine-0 back")
     browser.eventually(lambda: browser.text(f"{row} td:nth-child(12)") not in (epoch, "–"), what="a new epoch")
