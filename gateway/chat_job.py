@@ -134,9 +134,11 @@ def fold(pieces: list[Piece], answer: Answer) -> None:
             answer.calls[piece.index]["function"]["arguments"] += piece.text
 
 
-def final_finish(reason: str, calls: int, plan: OutputPlan) -> str:
-    """finish_reason, given how many calls were made."""
-    return "tool_calls" if plan.tools_on and calls else reason
+def final_finish(reason: str, calls: int, plan: OutputPlan, last_arguments: str = "{}") -> str:
+    """finish_reason, given how many calls were made. `length` stays where it cut the last call's arguments off."""
+    if not calls or not plan.tools_on or (reason == "length" and not is_object(last_arguments)):
+        return reason
+    return "tool_calls"
 
 
 def split_answer(job: ChatJob, choice: CollectedChoice) -> Answer:
@@ -151,6 +153,7 @@ def split_answer(job: ChatJob, choice: CollectedChoice) -> Answer:
     fold(parser.finish(), answer)
     if job.body.parallel_tool_calls is False:
         del answer.calls[1:]
+    last = answer.calls[-1]["function"]["arguments"] if answer.calls else ""
     forced = job.body.tool_choice not in (None, "auto", "none")
     if answer.calls and not forced and not all(is_object(c["function"]["arguments"]) for c in answer.calls):
         # A call that was cut off or is no JSON helps nobody: what is whole stays, the rest is text.
@@ -160,5 +163,5 @@ def split_answer(job: ChatJob, choice: CollectedChoice) -> Answer:
             answer.content = choice.text
     if answer.calls:
         answer.content = answer.content.strip()
-    answer.finish = final_finish(answer.finish, len(answer.calls), job.plan)
+    answer.finish = final_finish(answer.finish, len(answer.calls), job.plan, last)
     return answer

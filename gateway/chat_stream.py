@@ -23,11 +23,13 @@ from tandem.inference.v1 import inference_pb2 as pb
 class StreamedChoice:
     """What one choice of a stream has to remember."""
 
-    __slots__ = ("calls", "finish", "held_ids", "held_scores", "held_sources", "parser", "stop_score")
+    __slots__ = ("arguments", "calls", "finish", "held_ids", "held_scores", "held_sources", "parser", "stop_score")
 
     def __init__(self, job: ChatJob) -> None:
         self.parser = job.plan.make_parser(job.prompt)
         self.calls = 0
+        # Those of the last call so far.
+        self.arguments = ""
         self.finish = ""
         # Logprobs and ids of tokens whose text is not out yet.
         self.held_scores: list[pb.TokenLogprob] = []
@@ -162,8 +164,10 @@ class ChatStream:
             return None
         if isinstance(piece, CallStart):
             choice.calls += 1
+            choice.arguments = ""
             function = {"name": piece.name, "arguments": ""}
             return {"tool_calls": [{"index": piece.index, "id": piece.id, "type": "function", "function": function}]}
+        choice.arguments += piece.text
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
     def _chunk(self, writer: ChunkWriter, index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
@@ -191,7 +195,7 @@ class ChatStream:
         out = b""
         if choice.parser is not None:
             out = self._pieces(writer, index, choice.parser.finish())
-        choice.finish = final_finish(finish_reason(finished), choice.calls, self._job.plan)
+        choice.finish = final_finish(finish_reason(finished), choice.calls, self._job.plan, choice.arguments)
         logprobs, held = self._held(choice)
         extra = {"stop_reason": stop_reason(finished), **held}
         return out + writer.choice(index, b'"delta":{}', logprobs, choice.finish, extra)

@@ -27,7 +27,8 @@ async def pieces_of(job: ChatJob, gateway: Gateway, context: RequestContext) -> 
     """Pieces as they come, then one End. Books the usage. Raises ApiError."""
     parser = job.plan.make_parser(job.prompt)
     context.engine = job.generation.accepted.engine
-    finished, usage, calls = pb.Finished(), pb.Usage(), 0
+    finished, usage = pb.Finished(), pb.Usage()
+    calls, arguments = 0, ""
     last: float | None = None
     while (events := await job.generation.read()) is not None:
         pieces: list[Piece] = []
@@ -50,9 +51,13 @@ async def pieces_of(job: ChatJob, gateway: Gateway, context: RequestContext) -> 
                 usage = event.usage
         if job.body.parallel_tool_calls is False:
             pieces = [p for p in pieces if not (isinstance(p, (CallStart, CallArgs)) and p.index > 0)]
-        calls += sum(isinstance(piece, CallStart) for piece in pieces)
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                calls, arguments = calls + 1, ""
+            elif isinstance(piece, CallArgs):
+                arguments += piece.text
         if pieces:
             yield pieces
-    reason = final_finish(finish_reason(finished), calls, job.plan)
+    reason = final_finish(finish_reason(finished), calls, job.plan, arguments)
     account(gateway, context, [usage], [reason])
     yield End(reason, finished, usage)

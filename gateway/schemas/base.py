@@ -129,7 +129,12 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 def from_validation(error: ValidationError, fields: Container[str] = ()) -> ApiError:
     """OpenAI's 400 for the first thing that is wrong."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    errors = error.errors(include_url=False, include_context=False)
+    first = errors[0]
+    if first["type"] == "string_type" and isinstance(first["input"], list):
+        # "text or a list": what is wrong inside the list says more than that a list is no text.
+        place = first["loc"][:-1]
+        first = next((e for e in errors if e["loc"][: len(place)] == place and len(e["loc"]) > len(place) + 1), first)
     param = _path(first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if not param and (word := message.split(" ", 1)[0]) in fields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from gateway.errors import unsupported
 from gateway.schemas.base import Int, Part, extension, refused
@@ -46,6 +46,16 @@ class ToolCall(Part):
 
 class Message(Part):
     """One message of a conversation."""
+
+    # The rule of _has_content, for the document.
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+            ]
+        }
+    )
 
     role: Role
     content: str | list[ContentPart] | None = None

@@ -21,7 +21,7 @@ class Block(Part):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Block] | None = None
     is_error: bool | None = None
     thinking: str | None = None
 
@@ -89,7 +89,9 @@ def to_chat(body: CountBody) -> ChatBody:
     for index, turn in enumerate(body.messages):
         _add_turn(messages, turn, f"messages[{index}]")
     chat: dict[str, Any] = {"model": body.model, "messages": messages}
-    if body.messages[-1].role == "assistant" and isinstance(messages[-1]["content"], str):
+    # A turn without blocks adds no message.
+    last = messages[-1] if messages else {}
+    if body.messages[-1].role == last.get("role") == "assistant" and isinstance(last["content"], str):
         # A last assistant turn is the beginning of the answer.
         chat["continue_final_message"] = True
     if body.tools:
@@ -178,5 +180,5 @@ def _add_turn(messages: list[dict[str, Any]], turn: AnthropicTurn, where: str) -
 def _result(block: Block, where: str) -> dict[str, Any]:
     content = block.content or ""
     if not isinstance(content, str):
-        content = _text([Block.model_validate(part) for part in content if isinstance(part.get("type"), str)], where)
+        content = _text(content, f"{where}.content")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}

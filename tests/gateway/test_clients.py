@@ -24,7 +24,7 @@ def test_langchain(stand: Stand) -> None:
     model = langchain.ChatOpenAI(base_url=stand.url + "/v1", api_key="x", model=MODEL, temperature=0, max_tokens=12)
     whole = model.invoke("red green blue").content
     assert whole and "".join(chunk.content for chunk in model.stream("red green blue")) == whole
-    forced = model.bind(max_tokens=300).bind_tools([Weather], tool_choice="any", strict=True)
+    forced = model.bind_tools([Weather], tool_choice="any", strict=True, max_tokens=300)
     assert forced.invoke("weather").tool_calls[0]["name"] == "Weather"
     assert isinstance(model.with_structured_output(Weather).invoke("weather"), Weather)
     vectors = langchain.OpenAIEmbeddings(

@@ -302,3 +302,10 @@ def test_every_code_has_a_form_that_tells_nothing(code: grpc.StatusCode) -> None
     shown = from_tandem(TandemError("UNSPECIFIED", "10.0.0.7 refused", code=code))
     assert "10.0.0.7" not in shown.message and 400 <= shown.status < 600
     assert code in CODES or shown.status == 500
+
+
+def test_a_bad_content_part_is_named_itself(stand: Stand) -> None:
+    """Not "should be a string" for the whole list."""
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": 5}]}]}
+    error = stand.post("/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "messages[0].content[1].text" and "5" in error["message"]

@@ -129,3 +129,20 @@ def test_x_api_key(make_stand: Any, tmp_path: Any) -> None:
     assert stand.post(PATH, body, headers={"x-api-key": "sk-a"}).status_code == 200
     answer = stand.post(PATH, body, headers={"x-api-key": "sk-b"})
     assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+
+
+def test_turns_without_blocks(stand: Stand) -> None:
+    """An empty turn adds no message, and must not make the one before it the beginning of the answer."""
+    path = PATH + "/count_tokens"
+    alone = stand.post(path, {"messages": [{"role": "assistant", "content": []}]})
+    assert alone.status_code == 400 and alone.json()["type"] == "error"
+    assert stand.post(path, {"messages": ASK}).json() == (
+        stand.post(path, {"messages": [*ASK, {"role": "assistant", "content": []}]}).json()
+    )
+
+
+@pytest.mark.parametrize("part", [{"type": "text", "text": 5}, {"type": 5}, {"type": "image"}, {}])
+def test_a_bad_part_of_a_tool_result_is_400(stand: Stand, part: dict[str, Any]) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [part]}
+    error = send(stand, 400, messages=[{"role": "user", "content": [result]}])["error"]
+    assert error["type"] == "invalid_request_error" and "content[0]" in error["message"]

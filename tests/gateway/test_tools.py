@@ -98,6 +98,18 @@ def test_streamed_calls_assemble(stand: Stand) -> None:
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+def test_a_call_that_was_cut_off_ends_with_length(stand: Stand, choice: Any) -> None:
+    """Half a call must not look like one: a client that trusts `tool_calls` would parse its arguments."""
+    body = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 14 if choice == "required" else 3}
+    plain = chat(stand, **body)["choices"][0]
+    assert plain["finish_reason"] == "length" and plain["message"]["tool_calls"]
+    sent = {"messages": ask("weather"), "temperature": 0, "stream": True, **body}
+    with stand.http.stream("POST", PATH, json=sent) as answer:
+        chunks = [event.json for event in read_events(answer)[:-1]]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
 def test_auto_finds_calls_in_the_text(stand: Stand) -> None:
     text = "Let me look. " + CALL_TEXT
     body = say(stand, text, tools=[WEATHER], messages=ask("weather"), temperature=0)
