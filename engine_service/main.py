@@ -33,7 +33,7 @@ _SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name,
 )
-# Health of the process by itself, for whoever restarts what is ill: a hung step is an illness, loading and draining not.
+# Health of the process by itself, for whoever restarts what is ill: a hung step is an illness, draining is none.
 LIVE = "live"
 _HEALTH_EVERY_S = 0.25
 # The step thread wants the GIL back soon after native code; the default of 5 ms would show in each decode step.
