@@ -92,10 +92,14 @@ class FakeRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.step_began = threading.Event()
+        # The step of this number closes the gate before itself: a test that came later could miss the whole request.
+        self.hold_at: int | None = None
         self.fail_next: Exception | None = None
         self.closed = False
 
     def execute(self, slices: list[Slice]) -> list[SliceOutput]:
+        if self.steps == self.hold_at:
+            self.gate.clear()
         self.step_began.set()
         if not self.gate.wait(30):
             raise TimeoutError("the test never opened the gate")

@@ -26,11 +26,11 @@ async def hold(server: Server) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 async def test_cancel_frees_blocks_within_one_step(n: int) -> None:
     async with serve() as server:
+        server.runner.hold_at = 5
         call = server.call(ask("to be cancelled", n=n, stop=LONG))
         await call.read()
-        await until(lambda: server.engine.stats.output_tokens > 5)
-        await hold(server)
-        await until(server.runner.step_began.is_set)
+        await until(lambda: not server.runner.gate.is_set())
+        assert server.engine.stats.output_tokens > 0
         call.cancel()
         await until(lambda: not server.engine.streams)
         steps = server.runner.steps
@@ -175,9 +175,9 @@ async def test_slow_reader_is_dropped() -> None:
 
 async def test_shutdown_ends_streams_with_a_status() -> None:
     async with serve() as server:
+        await hold(server)
         running = asyncio.create_task(server.generate(ask("bye", stop=LONG)))
         await until(lambda: bool(server.engine.streams))
-        await hold(server)
         stopping = asyncio.create_task(server.process.stop())
         await asyncio.sleep(0.05)
         server.runner.gate.set()

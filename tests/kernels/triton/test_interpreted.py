@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "interpreted"
 @pytest.mark.parametrize("marker", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_interpreted(marker: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=600", "-m", marker]
+    options = ["-x", "-p", "no:cacheprovider", "--timeout=600", "-m", marker]
     command = [sys.executable, "-m", "pytest", *options, str(FOLDER)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
