@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.context import Gateway
-from gateway.errors import ApiError
+from gateway.errors import ApiError, shutting_down
 
 if TYPE_CHECKING:
     from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
 PATH = "/mcp"
+STOP_CHECK_S = 0.5
 METHODS = ("GET", "POST", "DELETE")
 
 
@@ -36,14 +37,28 @@ class McpApp:
         scope["route"] = self
         self._check_origin(Headers(scope=scope))
         manager = await self._started()
-        call = asyncio.ensure_future(manager.handle_request(scope, receive, send))
-        # A server that stops ends what still runs, as everywhere else.
+        started = finished = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started, finished
+            started = True
+            finished = message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+
+        call = asyncio.ensure_future(manager.handle_request(scope, receive, watched))
+        # A server that stops ends what still runs, as everywhere else; a GET only listens and ends at once.
+        idle = scope["method"] == "GET"
         with self._gateway.ending() as ending:
-            await asyncio.wait({call, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-                return
+            while not call.done() and not ending.done() and not (idle and self._gateway.stopping):
+                await asyncio.wait({call, ending}, timeout=STOP_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            if not started:
+                raise shutting_down()
+            if not finished:
+                await send({"type": "http.response.body", "body": b""})
+            return
         await call
 
     def _check_origin(self, headers: Headers) -> None:

@@ -27,6 +27,7 @@ router = APIRouter()
 
 FLEET_EVERY_S = 1.0
 RETRY_S = 1.0
+STOP_CHECK_S = 0.5
 
 
 def _last_of(request: Request, default: int = 100) -> int:
@@ -93,7 +94,10 @@ async def events(request: Request) -> Response:
 
 
 async def _events(gateway: Gateway, key: str | None) -> AsyncIterator[bytes]:
-    """Events `fleet` (every second), `route`, `request`, and `trouble` while the router does not answer."""
+    """Events `fleet` (every second), `route`, `request`, and `trouble` while the router does not answer.
+
+    Ends when the gateway begins to stop: an open page must not use up the grace that running requests have.
+    """
     out: asyncio.Queue[bytes] = asyncio.Queue(maxsize=256)
     finished = gateway.recent.follow()
 
@@ -121,8 +125,11 @@ async def _events(gateway: Gateway, key: str | None) -> AsyncIterator[bytes]:
 
     tasks = [asyncio.create_task(work()) for work in (fleets, decisions, entries)]
     try:
-        while True:
-            yield await out.get()
+        while not gateway.stopping:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_CHECK_S):
+                    event = await out.get()
+                yield event
     finally:
         for task in tasks:
             task.cancel()

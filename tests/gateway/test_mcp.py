@@ -141,6 +141,37 @@ def test_a_client_that_leaves_cancels(stand: Stand) -> None:
         time.sleep(0.05)
 
 
+def test_stopping_ends_what_runs(make_stand: Any) -> None:
+    stand = make_stand()
+    stand.router.token_delay = 0.05
+
+    async def work(client: Client) -> Any:
+        call = asyncio.create_task(client.call_tool("complete", {"prompt": "one two", "max_tokens": 1000}))
+        await asyncio.sleep(1.0)
+        assert not call.done()
+        stand.app.state.gateway.end_requests()
+        await asyncio.wait({call}, timeout=20)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+    talk(stand.url, work)
+    until = time.monotonic() + 10
+    while not stand.router.cancelled:
+        assert time.monotonic() < until, "still running"
+        time.sleep(0.05)
+    stand.router.token_delay = 0.0
+
+
+def test_a_listening_client_does_not_hold_up_a_stop(make_stand: Any) -> None:
+    stand = make_stand()
+    headers = {"accept": "text/event-stream"}
+    with stand.http.stream("GET", "/mcp", headers=headers) as answer:
+        stand.app.state.gateway.stopping = True
+        started = time.monotonic()
+        answer.read()
+    assert time.monotonic() - started < 10
+
+
 def test_off_and_unloaded(make_stand: Any) -> None:
     assert make_stand(mcp=False).http.post("/mcp", json={}).status_code == 404
     script = (

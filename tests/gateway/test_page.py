@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +176,22 @@ def test_event_stream(make_stand: Any, admin: Admin) -> None:
             if {"fleet", "route", "request"} <= set(seen):
                 break
     assert seen["route"]["request_id"] == "r9" and seen["request"]["completion_tokens"] == 3
+
+
+def test_an_open_page_does_not_hold_up_a_stop(make_stand: Any, admin: Admin) -> None:
+    stand = make_stand(router_admin=admin.address)
+    with stand.http.stream("GET", "/tandem/events") as answer:
+        found = events(answer)
+        assert next(found)[0] == "fleet"
+        stand.app.state.gateway.stopping = True
+        # The stream ends, in order and long before the grace does.
+        until = time.monotonic() + 10
+        for _ in found:
+            assert time.monotonic() < until
+    assert time.monotonic() < until
+    while admin.mock.followers:
+        assert time.monotonic() < until, "the router is still asked"
+        time.sleep(0.05)
 
 
 def test_without_a_router_the_stream_tells_so(make_stand: Any) -> None:
