@@ -73,7 +73,12 @@ async def prepare_chat(request: Request, gateway: Gateway, context: RequestConte
     loaded = await gateway.client.tokenizer(info)
     settings = gateway.settings
     plan = plan_output(
-        body, structured_output(body), loaded.templates.source, settings.tool_parser, settings.reasoning_parser
+        body,
+        structured_output(body),
+        loaded.templates.source,
+        loaded.tokenizer.id_of,
+        settings.tool_parser,
+        settings.reasoning_parser,
     )
     prompt, ids = await render_ids(body, loaded)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from gateway.schemas.base import Body
+from gateway.schemas.base import REFUSED, Body
 from tandem import __version__
 
 _ERROR = {
@@ -160,6 +160,13 @@ def describe(
 _BODIES: dict[str, type[Body]] = {}
 
 
+# Rules that pydantic's types do not tell.
+_STRICTER: dict[str, dict[str, Any]] = {
+    "truncate_prompt_tokens": {"not": {"const": 0}},
+    "logit_bias": {"propertyNames": {"pattern": "^[0-9]+$"}},
+}
+# What may stand in a field that is refused: values that ask for nothing.
+_NEUTRAL: list[Any] = [None, False, "", [], {}]
 _LIMITS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
 
 
@@ -179,6 +186,10 @@ def json_schema(model: type[Body]) -> dict[str, Any]:
                 rename(child)
 
     rename(schema)
+    for name, node in schema["properties"].items():
+        node.update(_STRICTER.get(name, {}))
+        if node.get("x-tandem") == REFUSED:
+            node["enum"] = _NEUTRAL + ([node["x-neutral"]] if "x-neutral" in node else [])
     return schema
 
 

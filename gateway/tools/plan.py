@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from gateway.errors import bad
 from gateway.schemas.chat import ChatBody, NamedTool, Tool
 from gateway.tools import forced
 from gateway.tools.base import OutputParser, ToolContext
 from gateway.tools.deepseek import CALL_BEGIN, DeepSeekParser
-from gateway.tools.hermes import CLOSE, OPEN, HermesParser
+from gateway.tools.hermes import OPEN, HermesParser
 from gateway.tools.llama3 import TAG, Llama3Parser
 from gateway.tools.mistral import MARK, MistralParser
 from gateway.tools.pythonic import PythonicParser
 from gateway.tools.reasoning import OPEN as THINK
 from gateway.tools.reasoning import ThinkParser
+from gateway.tools.strict import strict_grammar
 from tandem.inference.v1 import inference_pb2 as pb
 
 PARSERS: dict[str, Callable[[ToolContext], OutputParser]] = {
@@ -53,9 +52,22 @@ class OutputPlan:
 
 
 def plan_output(
-    body: ChatBody, constraint: pb.StructuredOutput | None, template: str, tool_parser: str, reasoning_parser: str
+    body: ChatBody,
+    constraint: pb.StructuredOutput | None,
+    template: str,
+    id_of: Callable[[str], int | None],
+    tool_parser: str,
+    reasoning_parser: str,
 ) -> OutputPlan:
     """Checks tools and tool_choice against each other and decides grammar and parser.
+
+    Args:
+        body: the request.
+        constraint: what the request itself asks of its text.
+        template: source of the chat template.
+        id_of: the id of a special token by its text.
+        tool_parser: a key of PARSERS, or auto.
+        reasoning_parser: think, none or auto.
 
     Raises:
         ApiError: 400 where they contradict.
@@ -88,8 +100,9 @@ def plan_output(
             inner = lambda: forced.RequiredParser(context())  # noqa: E731
     elif choice == "auto" and tools:
         inner = lambda: PARSERS[name](context())  # noqa: E731
-        if constraint is None and name == "hermes" and any(tool.function.strict for tool in tools):
-            structured = pb.StructuredOutput(grammar=hermes_grammar(tools))
+        grammar = strict_grammar(name, tools, template, id_of) if constraint is None else None
+        if grammar is not None:
+            structured = pb.StructuredOutput(grammar=grammar)
     else:
         inner = lambda: None  # noqa: E731
 
@@ -100,7 +113,8 @@ def plan_output(
         return parser
 
     tools_on = bool(tools) and choice != "none"
-    keep = tools_on and structured is constraint and name in NEEDS_SPECIAL
+    forced_call = named is not None or choice == "required"
+    keep = tools_on and not forced_call and name in NEEDS_SPECIAL
     return OutputPlan(structured, make_parser, keep, tools_on)
 
 
@@ -120,32 +134,3 @@ def _check_choice(tools: list[Tool], choice: str | NamedTool | None) -> Tool | N
         if tool.function.name == choice.function.name:
             return tool
     raise bad(f"tool_choice names {choice.function.name!r}, which is not among the tools.", "tool_choice")
-
-
-def hermes_grammar(tools: list[Tool]) -> str:
-    """Lark grammar of "auto" with strict tools: free text, but a call that begins is one of a known tool.
-
-    Arguments of strict tools obey their schema; those of others are any object.
-    """
-    calls = []
-    rules = []
-    for index, tool in enumerate(tools):
-        schema: dict[str, Any] = forced.parameters_of(tool) if tool.function.strict else {"type": "object"}
-        schema = {**schema, "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-        begin = '\n{"name": ' + json.dumps(tool.function.name) + ', "arguments": '
-        calls.append(f"call_{index}")
-        rules.append(
-            f"call_{index}: {json.dumps(begin)} arguments_{index} {json.dumps('}' + chr(10) + CLOSE)}\n"
-            f"arguments_{index}: %json {json.dumps(schema, ensure_ascii=False)}"
-        )
-    return "\n".join(
-        [
-            "%llguidance {}",
-            "start: part* TEXT",
-            f"part: opening ({' | '.join(calls)})",
-            f"opening[lazy]: TEXT {json.dumps(OPEN)}",
-            r"TEXT: /(.|\n)*/",
-            *rules,
-            "",
-        ]
-    )

@@ -9,7 +9,11 @@ import jsonschema
 import pytest
 
 from gateway.schemas.chat import Tool
-from gateway.tools.plan import hermes_grammar
+from gateway.tools.base import CallArgs, CallStart, ToolContext
+from gateway.tools.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEP
+from gateway.tools.plan import PARSERS
+from gateway.tools.pythonic import PythonicParser
+from gateway.tools.strict import strict_grammar
 from tests.gateway.conftest import Stand
 from tests.gateway.mock_router import ll_tokenizer, tokenizer
 from tests.gateway.sse import read_events
@@ -186,9 +190,80 @@ def matches(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def test_the_grammar_of_auto_binds_only_calls_that_begin() -> None:
+def grammar_of(name: str, template: str = "", **special: int) -> str:
+    """The grammar for a strict tool and a loose one; `special` maps marks to the tokens that they are."""
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    grammar = hermes_grammar([Tool.model_validate(strict), Tool.model_validate(CLOCK)])
+    loose = {"type": "function", "function": {"name": "note"}}
+    grammar = strict_grammar(name, [Tool.model_validate(strict), Tool.model_validate(loose)], template, special.get)
+    assert grammar is not None
+    return grammar
+
+
+def _deepseek_call(arguments: str, fenced: bool) -> str:
+    inner = f"function{SEP}get_weather\n```json\n{arguments}\n```" if fenced else f"get_weather{SEP}{arguments}"
+    return CALLS_BEGIN + CALL_BEGIN + inner + CALL_END + CALLS_END
+
+
+LLAMA = '{"name": "get_weather", "parameters": %s}'
+ONE = '{"name": "get_weather", "arguments": %s}'
+FORMATS = [
+    ("llama3", "", LLAMA, {}),
+    ("llama3", "", LLAMA + "; " + LLAMA, {}),
+    ("llama3", "", "<|im_start|>" + LLAMA, {"<|python_tag|>": 1}),
+    ("mistral", "", "Look: [TOOL_CALLS][" + ONE + "]", {}),
+    ("mistral", "", "Look: <|im_start|>[" + ONE + ", " + ONE + "]", {"[TOOL_CALLS]": 1}),
+    ("mistral", "[ARGS]", "[TOOL_CALLS]get_weather[ARGS]%s[TOOL_CALLS]get_weather[ARGS]%s", {}),
+    ("deepseek", "", "Look: " + _deepseek_call("%s", False), {}),
+    ("deepseek", "```json", _deepseek_call("%s", True), {}),
+    ("deepseek", "", _deepseek_call("%s", False).replace(CALLS_BEGIN, "<|im_start|>"), {CALLS_BEGIN: 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "template", "text", "special"), FORMATS)
+def test_strict_calls_under_auto_in_every_format(name: str, template: str, text: str, special: dict[str, int]) -> None:
+    grammar = grammar_of(name, template, **special)
+    good, bad = text.replace("%s", '{"city": "Rome", "days": 2}'), text.replace("%s", '{"city": "Mars", "days": 2}')
+    assert matches(grammar, good)
+    assert not matches(grammar, bad)
+    assert not matches(grammar, good.replace("get_weather", "other"))
+    assert matches(grammar, "Any text at all, even <tool and {json}.")
+    if special:
+        return
+    # The parser reads what the grammar lets through as calls.
+    context = ToolContext(frozenset({"get_weather", "note"}))
+    parser = PARSERS[name](context)
+    pieces = [piece for char in good for piece in parser.feed(char)] + parser.finish()
+    starts = [piece for piece in pieces if isinstance(piece, CallStart)]
+    assert len(starts) == text.count("%s")
+    arguments = "".join(piece.text for piece in pieces if isinstance(piece, CallArgs) and piece.index == 0)
+    assert json.loads(arguments) == {"city": "Rome", "days": 2}
+
+
+def test_strict_pythonic_calls_under_auto() -> None:
+    grammar = grammar_of("pythonic")
+    good = '[get_weather(city="Rome", days=2), note(text="a", at={"x": [1, true]})]'
+    assert matches(grammar, good) and matches(grammar, "Any text, even [1].")
+    assert not matches(grammar, good.replace("Rome", "Mars"))
+    assert not matches(grammar, good.replace("get_weather", "other"))
+    assert not matches(grammar, " [x")
+    pieces = PythonicParser(ToolContext(frozenset({"get_weather", "note"})))
+    assert pieces.feed(good) == []
+    assert [piece.text for piece in pieces.finish() if isinstance(piece, CallArgs)] == [
+        '{"city": "Rome", "days": 2}',
+        '{"text": "a", "at": {"x": [1, true]}}',
+    ]
+    assert matches(grammar, "[note()]")
+
+
+def test_text_may_not_spell_a_mark_that_is_a_token() -> None:
+    """Spelled out it would begin a call that no schema binds."""
+    assert not matches(grammar_of("mistral", **{"[TOOL_CALLS]": 1}), "[TOOL_CALLS][x")
+    assert not matches(grammar_of("deepseek", **{CALLS_BEGIN: 1}), CALL_BEGIN + "x")
+    assert not matches(grammar_of("llama3"), "<|python_tag|>{")
+
+
+def test_the_grammar_of_auto_binds_only_calls_that_begin() -> None:
+    grammar = grammar_of("hermes")
     assert matches(grammar, "Any text at all, even <tool and {json}.")
     assert matches(grammar, "So: " + CALL_TEXT)
     assert matches(grammar, CALL_TEXT + "\n" + CALL_TEXT)
