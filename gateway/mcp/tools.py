@@ -86,9 +86,12 @@ class Status(BaseModel):
 
     ready: bool
     version: str
-    queued: int
-    shed: int
-    engines: list[EngineStatus]
+    models: list[str]
+    # Unknown where the gateway may not look into its router.
+    queued: int | None = None
+    shed: int | None = None
+    engines: list[EngineStatus] = []
+    note: str = ""
 
 
 class _Progress:
@@ -246,17 +249,19 @@ def build_server(gateway: Gateway) -> Any:
         """Whether the server can work, and the state of its engines."""
         try:
             models = await gateway.client.models(fresh=True)
-            fleet = await gateway.fleet.fleet()
         except ApiError as error:
             raise _refusal(error) from None
-        engines = [EngineStatus(**{name: one[name] for name in EngineStatus.model_fields}) for one in fleet["engines"]]
-        return Status(
-            ready=bool(models) and not gateway.stopping,
-            version=__version__,
-            queued=fleet["queued"],
-            shed=fleet["shed"],
-            engines=engines,
+        found = Status(
+            ready=bool(models) and not gateway.stopping, version=__version__, models=[info.name for info in models]
         )
+        try:
+            fleet = await gateway.fleet.fleet()
+        except ApiError as error:
+            found.note = error.message
+            return found
+        found.queued, found.shed = fleet["queued"], fleet["shed"]
+        found.engines = [_engine(one) for one in fleet["engines"]]
+        return found
 
     return server._lowlevel_server
 
@@ -274,6 +279,10 @@ def _written(
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
     )
+
+
+def _engine(one: dict[str, Any]) -> EngineStatus:
+    return EngineStatus(**{name: one[name] for name in EngineStatus.model_fields})
 
 
 def _model(info: pb.ModelInfo) -> ServedModel:
