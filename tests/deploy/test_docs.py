@@ -1,0 +1,127 @@
+"""The documentation against the code: links lead somewhere, commands and flags exist, the reference is current."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+
+from tandem.cli.main import build_app
+from tandem.cli.reference import page
+from tandem.cli.services import SERVICES
+from tandem.settings import env_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").rglob("*.md"))]
+IDS = [str(path.relative_to(ROOT)) for path in PAGES]
+# Variables that are no settings of a service.
+OTHER_VARIABLES = {"TANDEM_CACHE_DIR", "TANDEM_CONFIG", "TANDEM_IMAGE", "TANDEM_COMFYUI_URL", "TANDEM_COMFYUI_KEY"}
+# Of `tandem top` and `tandem status`.
+OTHER_VARIABLES |= {"TANDEM_API_KEY"}
+
+
+def anchors(text: str) -> set[str]:
+    """GitHub's anchors of the headings."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), f"{target} is not there"
+        if anchor:
+            assert anchor in anchors(file.read_text()), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_files_that_are_named_exist(path: Path) -> None:
+    for name in re.findall(r"`((?:deploy|docs|examples|benchmarks|protos)/[\w./-]*)`", path.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+@cache
+def command_tree(name: str) -> typer.main.click.Command:
+    return typer.main.get_command(build_app(name))
+
+
+def check_command(words: list[str]) -> str | None:
+    """What is wrong with a `tandem …` command line; None if nothing is."""
+    known = command_tree(words[0] if words and not words[0].startswith("-") else "")
+    seen = ["tandem"]
+    while words and hasattr(known, "commands"):
+        if words[0].startswith("-"):
+            break
+        below = known.commands.get(words[0])
+        if below is None:
+            return None if known.commands and getattr(known, "invoke_without_command", False) else f"no command {words}"
+        known, words = below, words[1:]
+        seen.append(known.name or "")
+    if known.context_settings.get("ignore_unknown_options"):
+        return None  # parsed by what it calls
+    flags = {option for parameter in known.params for option in [*parameter.opts, *parameter.secondary_opts]}
+    for word in words:
+        flag = word.partition("=")[0]
+        if word.startswith("--") and flag not in flags | {"--help"}:
+            return f"{' '.join(seen)} has no flag {flag}"
+    return None
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Every `tandem …` command line of code blocks and code spans."""
+    blocks = re.findall(r"```(?:bash|sh|console|)\n(.*?)```", text, re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"(?<!`)`(tandem [^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.S))
+    found = []
+    for line in lines:
+        match = re.match(r"\s*(?:\$ )?(?:\S+/)?tandem (.+)", line)
+        if match is None:
+            continue
+        try:
+            words = shlex.split(re.split(r"\s[|&>]|\s{2,}", match[1])[0], comments=True)
+        except ValueError:
+            continue
+        # In tables of names, "tandem top" and the like; what has an ellipsis is no command line.
+        if words and "…" not in line:
+            found.append(words)
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_commands_and_their_flags_exist(path: Path) -> None:
+    assert [problem for words in commands_of(path.read_text()) if (problem := check_command(words))] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_variables_exist(path: Path) -> None:
+    known = {env_name(field) for service in SERVICES.values() for field in service.settings().model_fields}
+    for variable in re.findall(r"\bTANDEM_[A-Z0-9_]*[A-Z0-9]\b", path.read_text()):
+        assert variable in known | OTHER_VARIABLES, variable
+
+
+def test_flags_in_prose_of_the_operators_pages_exist() -> None:
+    known = {"--" + field.replace("_", "-") for s in SERVICES.values() for field in s.settings().model_fields}
+    known |= {"--cancel", "--ready", "--config", "--profile"}
+    for name in ("operations", "security", "models", "scaling", "upgrade"):
+        for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", (ROOT / f"docs/{name}.md").read_text()):
+            assert flag in known, f"docs/{name}.md: {flag}"
+
+
+def test_the_check_finds_mistakes() -> None:
+    assert commands_of("`tandem engine --modle x`")
+    assert check_command(["engine", "--modle", "x"]) == "tandem engine has no flag --modle"
+    assert check_command(["conjure"]) is not None
+    assert check_command(["drain", "engine-0", "--cancel"]) is None
+
+
+def test_the_configuration_reference_is_what_the_settings_say() -> None:
+    current = (ROOT / "docs/configuration.md").read_text()
+    assert current == page(), "run: python -m tandem.cli.reference > docs/configuration.md"
