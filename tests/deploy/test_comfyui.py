@@ -176,12 +176,13 @@ def test_a_key_is_asked_for_by_name_and_used(
 
 def test_request_shapes_of_other_openai_nodes(stand: Stand) -> None:  # noqa: F811
     model = stand.http.get("/v1/models").json()["data"][0]["id"]
-    body = {"model": model, "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}
+    content = [{"type": "text", "text": "Hi"}]
+    body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
     # No key, an empty one, and one that nobody asked for.
     for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "Bearer none"}):
         assert stand.post("/v1/chat/completions", body, headers=headers).status_code == 200
     # A picture for a model that sees none is refused in OpenAI's shape, not dropped.
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}", "detail": "auto"}}
-    body["messages"][0]["content"].append(picture)  # type: ignore[index, attr-defined]
+    content.append(picture)  # type: ignore[arg-type]
     refused = stand.post("/v1/chat/completions", body)
     assert refused.status_code == 400 and "text only" in refused.json()["error"]["message"]
