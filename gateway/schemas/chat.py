@@ -97,6 +97,7 @@ class ChatBody(SamplingBody):
     """A chat completion request."""
 
     messages: list[Message] = Field(min_length=1)
+    max_tokens: Int | None = Field(None, ge=1, le=2**31 - 1)
     max_completion_tokens: Int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=20)
@@ -125,8 +126,6 @@ class ChatBody(SamplingBody):
 
     @model_validator(mode="after")
     def _together(self) -> ChatBody:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError("max_tokens must be at least 1")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         if self.modalities is not None and set(self.modalities) != {"text"}:

@@ -111,6 +111,7 @@ def stand(shared_stand: Stand) -> Iterator[Stand]:
     router.token_delay = 0.0
     router.served = True
     yield shared_stand
+    router.most_tokens = mock_router.MAX_MODEL_LEN
     router.token_delay = 0.0
     router.served = True
 

@@ -209,6 +209,7 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
         self.cancelled: list[str] = []
         self.running = 0
         self.token_delay = 0.0
+        self.most_tokens = MAX_MODEL_LEN
         self.embeds: list[pb.EmbedRequest] = []
 
     def info(self) -> pb.ModelInfo:
@@ -273,6 +274,8 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
         await _fault_before(kind, argument, context)
         prompt = list(request.token_ids.ids)
         choices = [ToyChoice(request, index, request.sampling.seed) for index in range(request.n or 1)]
+        for choice in choices:
+            choice.limit = min(choice.limit, self.most_tokens)
         yield _one(
             accepted=pb.Accepted(
                 seed=request.sampling.seed,
