@@ -48,7 +48,7 @@ class EngineSettings(Settings):
         le=1,
         description="share of the GPU's memory for weights, activations and KV cache; 0: 0.9; on a CPU refused",
     )
-    block_size: int = Field(16, description="tokens per KV block: 8 (torch path only), 16, 32, 64 or 128")
+    block_size: int = Field(16, description="tokens per KV block: 8 (on a CPU the torch path only), 16, 32, 64 or 128")
     prefix_caching: bool = Field(True, description="reuse the KV of equal prompt beginnings")
 
     # Scheduling.

@@ -58,7 +58,7 @@ async def _load(folder: Path, seconds: float) -> tuple[dict[str, int], int, int]
     listen = f"unix:{folder / 'e'}"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tandem.cli", "engine", "--listen", listen),
-        *("--kv-cache-bytes", str(KV_BYTES), "--max-num-seqs", "8", "--grace", "0"),
+        *("--kv-cache-bytes", str(KV_BYTES), "--max-num-seqs", "8", "--grace", "0", "--stall-limit", "120"),
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
