@@ -18,6 +18,7 @@ from gateway.errors import ApiError, internal
 
 log = logging.getLogger("gateway.request")
 
+_SLASHES = re.compile(r"/{2,}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json"})
 # The live page's files hold no data; what it polls would fill the log.
@@ -49,6 +50,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # Some clients put "/chat/completions" after a base URL that ends in a slash already.
+        if "//" in scope["path"]:
+            scope["path"] = _SLASHES.sub("/", scope["path"])
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         context = RequestContext(given if _REQUEST_ID.fullmatch(given) else "req_" + secrets.token_hex(12))

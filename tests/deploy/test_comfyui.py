@@ -181,6 +181,8 @@ def test_request_shapes_of_other_openai_nodes(stand: Stand) -> None:  # noqa: F8
     # No key, an empty one, and one that nobody asked for.
     for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "Bearer none"}):
         assert stand.post("/v1/chat/completions", body, headers=headers).status_code == 200
+    # "/chat/completions" after a base URL with a slash at its end.
+    assert stand.post("/v1//chat/completions", body).status_code == 200
     # A picture for a model that sees none is refused in OpenAI's shape, not dropped.
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}", "detail": "auto"}}
     content.append(picture)  # type: ignore[arg-type]
