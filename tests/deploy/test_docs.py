@@ -20,8 +20,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 IDS = [str(path.relative_to(ROOT)) for path in PAGES]
 # Variables that are no settings of a service.
 OTHER_VARIABLES = {"TANDEM_CACHE_DIR", "TANDEM_CONFIG", "TANDEM_IMAGE", "TANDEM_COMFYUI_URL", "TANDEM_COMFYUI_KEY"}
-# Of `tandem top` and `tandem status`.
-OTHER_VARIABLES |= {"TANDEM_API_KEY"}
+# Of `tandem top` and `tandem status`, and of the proofs.
+OTHER_VARIABLES |= {"TANDEM_API_KEY", "TANDEM_PROOF_EXAMPLES", "TANDEM_PROOF_URL"}
 
 
 def anchors(text: str) -> set[str]:
