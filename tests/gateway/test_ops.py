@@ -158,7 +158,7 @@ def test_https_with_client_certificates(make_stand: Any, tmp_path: Path) -> None
     with pytest.raises(httpx.TransportError):
         stand.http.get("/health")
     trust.load_cert_chain(str(client_cert), str(client_key))
-    with httpx.Client(base_url=stand.url, verify=trust, trust_env=False) as http:
+    with httpx.Client(base_url=stand.url, verify=trust, timeout=60, trust_env=False) as http:
         assert http.post("/v1/completions", json=BODY).status_code == 200
 
 
@@ -188,6 +188,11 @@ def test_mutual_tls_towards_the_router(make_stand: Any, tmp_path: Path, router_l
         stranger = make_stand(**settings)
         assert stranger.post("/v1/completions", BODY).status_code == 503
         known = make_stand(**settings, router_tls_cert=str(ours), router_tls_key=str(our_key))
+        # A handshake may take its time on a busy host.
+        until = time.monotonic() + 60
+        while known.http.get("/ready").status_code != 200:
+            assert time.monotonic() < until, "the router was never reached"
+            time.sleep(0.1)
         assert known.post("/v1/completions", BODY).status_code == 200
     finally:
         router_loop.run(server.stop(0))
