@@ -40,7 +40,9 @@ def resident_bytes(pid: int) -> int:
 
 
 def curl(url: str, model: str) -> str:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True})
+    messages = [{"role": "user", "content": "Say hello."}]
+    # A small model may ramble on to the end of its context.
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 100, "stream": True})
     return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}"
 
 
