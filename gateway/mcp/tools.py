@@ -200,7 +200,8 @@ def build_server(gateway: Gateway) -> Any:
             answer, usage = await _write(gateway, context, job.generation, parser, _Progress(ctx, max_tokens))
         except ApiError as error:
             raise _refusal(error) from None
-        finish = final_finish(answer.finish, len(answer.calls), job.plan)
+        last = answer.calls[-1]["function"]["arguments"] if answer.calls else ""
+        finish = final_finish(answer.finish, len(answer.calls), job.plan, last)
         return _written(gateway, context, job.model, answer, usage, finish)
 
     @server.tool(title="Continue a text")
