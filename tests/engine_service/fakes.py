@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -94,6 +95,8 @@ class FakeRunner:
         self.step_began = threading.Event()
         # The step of this number closes the gate before itself: a test that came later could miss the whole request.
         self.hold_at: int | None = None
+        # What a step costs; drafts pay only where steps cost something, and the control of drafts knows it.
+        self.step_seconds = 0.0
         self.fail_next: Exception | None = None
         self.closed = False
 
@@ -106,6 +109,7 @@ class FakeRunner:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
+        time.sleep(self.step_seconds)
         self.steps += 1
         self.slices = slices
         self.max_tokens_seen = max(self.max_tokens_seen, sum(s.count + len(s.drafts) for s in slices))

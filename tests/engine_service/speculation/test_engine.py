@@ -33,8 +33,14 @@ def phrases(prefix: list[int], params: SamplingParams, choice: int) -> int:
     return ord(PHRASE[position % len(PHRASE)])
 
 
-def fake() -> FakeRunner:
-    return FakeRunner(num_blocks=400, max_model_len=1024, next_token=phrases)
+# A step of a small real model: with steps that cost nothing the control of drafts rightly asks for none.
+REAL_STEP_S = 0.004
+
+
+def fake(step_seconds: float = 0.0) -> FakeRunner:
+    runner = FakeRunner(num_blocks=400, max_model_len=1024, next_token=phrases)
+    runner.step_seconds = step_seconds
+    return runner
 
 
 @pytest.fixture
@@ -76,8 +82,8 @@ def seen(answer: Answer) -> list[object]:
     return [*rows, answer.usage.completion_tokens, answer.usage.prompt_tokens]
 
 
-async def run_all(speculation: DraftSpeculation | None) -> dict[str, list[object]]:
-    async with serve(fake(), speculation) as server:
+async def run_all(speculation: DraftSpeculation | None, step_seconds: float = 0.0) -> dict[str, list[object]]:
+    async with serve(fake(step_seconds), speculation) as server:
         results = {name: seen(await server.generate(request)) for name, request in REQUESTS.items()}
         together = await asyncio.gather(*(server.generate(request) for request in REQUESTS.values()))
         for name, answer in zip(REQUESTS, together, strict=True):
@@ -91,7 +97,7 @@ async def test_the_real_draft_process_changes_nothing_and_is_used(path: Path) ->
     try:
         speculation = controller(path)
         await until(lambda: speculation._client.connected)
-        with_drafts = await run_all(speculation)
+        with_drafts = await run_all(speculation, REAL_STEP_S)
         assert speculation.stats.accepted > 50
         assert speculation.stats.errors == 0
         measured = speculation.control.cost
@@ -111,7 +117,7 @@ async def test_killed_in_mid_stream_and_restarted(path: Path) -> None:
     try:
         speculation = controller(path)
         await until(lambda: speculation._client.connected)
-        async with serve(fake(), speculation) as server:
+        async with serve(fake(REAL_STEP_S), speculation) as server:
             answer = Answer()
             async for response in server.call(request):
                 answer.events.extend(response.events)
@@ -153,7 +159,8 @@ async def test_adversarial_drafts(path: Path, kind: str) -> None:
     try:
         speculation = controller(path)
         await until(lambda: speculation._client.connected)
-        assert await run_all(speculation) == await run_all(None)
+        step_seconds = REAL_STEP_S if kind == "right" else 0.0
+        assert await run_all(speculation, step_seconds) == await run_all(None)
         assert (speculation.stats.accepted > 100) == (kind == "right")
     finally:
         draft.stop()
