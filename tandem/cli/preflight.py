@@ -28,7 +28,6 @@ GIB = 1024**3
 DISK_INSTALL_BYTES = 3 * GIB
 DISK_RUN_BYTES = GIB // 2
 MEMORY_BYTES = int(1.5 * GIB)
-DEFAULT_INDEX = "https://pypi.org/simple"
 PYTHONS = ((3, 11), (3, 14))
 PLATFORMS = {("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64")}
 
@@ -168,7 +167,7 @@ def bindable(host: str, port: int) -> tuple[bool, str]:
 
 
 def index_url() -> str | None:
-    """The package index that pip is set up to use; None if pip is told to use no index."""
+    """The package index that pip is set up to use; None if it is told to use none, or if none can be found out."""
     if os.environ.get("PIP_NO_INDEX"):
         return None
     if os.environ.get("PIP_INDEX_URL"):
@@ -188,14 +187,23 @@ def index_url() -> str | None:
         for section in ("install", "global"):
             if parser.has_option(section, "index-url"):
                 return parser.get(section, "index-url")
-    return DEFAULT_INDEX
+    return _pip_default_index()
+
+
+def _pip_default_index() -> str | None:
+    """What pip asks when nothing is set, by its own word; None where this Python has no pip to tell."""
+    try:
+        from pip._internal.models.index import PyPI
+    except ImportError:
+        return None
+    return str(PyPI.simple_url)
 
 
 def check_index() -> Check:
     """The package index answers."""
     url = index_url()
     if url is None or url.startswith("file:"):
-        return Check("index", True, url or "none (PIP_NO_INDEX)")
+        return Check("index", True, url or "none to ask (PIP_NO_INDEX, or no pip yet)")
     # An address may carry credentials: they are not shown.
     shown = urllib.parse.urlsplit(url)._replace(netloc=urllib.parse.urlsplit(url).netloc.rpartition("@")[2]).geturl()
     mend = f"check the network and proxy settings: curl -I {shown}  (another index: export PIP_INDEX_URL=…)"
