@@ -145,6 +145,32 @@ def quantize_rows_kernel(
         tl.store(codes + row * stride_codes + columns, value.to(codes.dtype.element_ty), mask=columns < width)
 
 
+def add_splits(
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Adds partial sums [splits, M, N] into out [M, N] in ascending order, then scales ([M], [N]) and bias."""
+    splits, m, n = partial.shape
+    # What a launch does not use still needs a pointer: out stands in.
+    x_scale, w_scale = scales if scales is not None else (out, out)
+    add_splits_kernel[(m, triton.cdiv(n, 512))](
+        out,
+        partial,
+        out if bias is None else bias,
+        x_scale,
+        w_scale,
+        m,
+        n,
+        out.stride(0),
+        HAS_BIAS=bias is not None,
+        HAS_SCALES=scales is not None,
+        SPLITS=splits,
+        BLOCK_N=512,
+    )
+
+
 def split_k(n: int, k: int, chosen: Tile) -> tuple[int, int]:
     """(splits, length of a split): from N and K alone, so that no row's bits depend on M."""
     tiles = triton.cdiv(n, chosen.block_n)
@@ -205,20 +231,7 @@ def _linear(
         num_stages=chosen.stages,
     )
     if splits > 1:
-        add_splits_kernel[(m, triton.cdiv(n, 512))](
-            out,
-            partial,
-            x if bias is None else bias,
-            x_scale,
-            w_scale,
-            m,
-            n,
-            out.stride(0),
-            HAS_BIAS=bias is not None,
-            HAS_SCALES=scales is not None,
-            SPLITS=splits,
-            BLOCK_N=512,
-        )
+        add_splits(out, partial, bias, scales)
     return out
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.packing import PackedWeight
 from kernels.triton.configs import Tile, current_target, tile
 from kernels.triton.interpreter import correct_interpreter
-from kernels.triton.linear import add_splits_kernel, split_k
+from kernels.triton.linear import add_splits, split_k
 
 correct_interpreter()
 
@@ -156,18 +156,5 @@ def quant_linear(
         num_stages=chosen.stages,
     )
     if splits > 1:
-        add_splits_kernel[(m, triton.cdiv(n, 512))](
-            out,
-            partial,
-            none if bias is None else bias,
-            none,
-            none,
-            m,
-            n,
-            out.stride(0),
-            HAS_BIAS=bias is not None,
-            HAS_SCALES=False,
-            SPLITS=splits,
-            BLOCK_N=512,
-        )
+        add_splits(out, partial, bias, None)
     return out
