@@ -10,13 +10,15 @@ import time
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from engine_service.admission import check_fits
 from engine_service.grammar import GrammarCompiler, GrammarMatcher
 from engine_service.kv_events import KvEventLog
 from engine_service.loop import Job, StepLoop, StepReport
 from engine_service.outbox import Outbox
 from engine_service.output import ChoiceOutput, ChoiceUpdate, Identity, Stream, prompt_event
+from engine_service.policy import SchedulerConfig
 from engine_service.requests import Choice, Request, Status
-from engine_service.scheduler import Scheduler, SchedulerConfig, check_fits
+from engine_service.scheduler import Scheduler
 from engine_service.settings import EngineSettings
 from engine_service.speculation import SpeculationController
 from engine_service.stats import LoopStats

@@ -98,6 +98,6 @@ class LoopStats:
         self.seats = scheduler.seats_used
         self.waiting = len(scheduler.waiting)
         owed = sum(choice.remaining for choice in scheduler.running if choice.remaining > 1)
-        self.uncached_waiting_tokens = owed + sum(choice.remaining for _key, choice in scheduler.waiting)
+        self.uncached_waiting_tokens = owed + sum(choice.remaining for choice in scheduler.waiting)
         self.blocks_used = pool.num_used
         self.blocks_cached = pool.num_cached

@@ -6,8 +6,9 @@ import itertools
 from dataclasses import dataclass, field
 
 from engine_service.loop import Job, StepLoop, StepReport
+from engine_service.policy import SchedulerConfig
 from engine_service.requests import Choice, Request
-from engine_service.scheduler import Scheduler, SchedulerConfig
+from engine_service.scheduler import Scheduler
 from engine_service.speculation import NullSpeculation, SpeculationController
 from engine_service.text import StopRules, StopTracker
 from tandem.errors import TandemError

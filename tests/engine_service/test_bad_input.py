@@ -141,8 +141,8 @@ async def test_a_thousand_bad_requests_change_nothing(shared: Server) -> None:
 
 
 async def test_never_fits_is_refused_at_arrival() -> None:
+    from engine_service.admission import check_fits
     from engine_service.engine import context_limit
-    from engine_service.scheduler import check_fits
     from tandem.lm.block_pool import BlockPool
 
     with pytest.raises(TandemError) as caught:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from engine_service.loop import StepReport
-from engine_service.scheduler import SchedulerConfig
+from engine_service.policy import SchedulerConfig
 from engine_service.speculation import Draft, NullSpeculation, SpecCandidate
 from tandem.lm.runner import load_runner
 from tandem.lm.runner_settings import RunnerSettings

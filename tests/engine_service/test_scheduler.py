@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine_service.policy import SchedulerConfig
 from engine_service.requests import Status
-from engine_service.scheduler import SchedulerConfig
 from tandem.errors import TandemError
 from tandem.lm.types import SamplingParams
 from tests.engine_service.fakes import FakeRunner, FakeSpeculation
@@ -103,9 +103,9 @@ def test_priority_goes_first_until_age_outweighs_it() -> None:
     h.now = 11.0
     new = h.add([2], 1, priority=0)
     h.now = 12.0
-    waiting = [choice.request.id for _key, choice in h.scheduler.waiting]
+    waiting = [choice.request.id for choice in h.scheduler.waiting]
     h.step()
-    waiting = [choice.request.id for _key, choice in h.scheduler.waiting]
+    waiting = [choice.request.id for choice in h.scheduler.waiting]
     assert waiting == [old, new], "11 s of waiting outweigh one step of priority"
     h.finish()
 
@@ -116,7 +116,7 @@ def test_priority_order_of_the_queue() -> None:
     h.step()
     low, high = h.add([1], 1, priority=1), h.add([2], 1, priority=-1)
     h.step()
-    assert [choice.request.id for _key, choice in h.scheduler.waiting] == [high, low]
+    assert [choice.request.id for choice in h.scheduler.waiting] == [high, low]
 
 
 def test_a_low_priority_is_preempted_for_a_high_one_never_the_reverse() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine_service.plan import StepPlan
-from engine_service.scheduler import SchedulerConfig
+from engine_service.policy import SchedulerConfig
 from tandem.lm.types import SamplingParams
 from tests.engine_service.fakes import FakeRunner, FakeSpeculation
 from tests.engine_service.harness import Harness

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine_service.scheduler import SchedulerConfig
+from engine_service.policy import SchedulerConfig
 from engine_service.speculation import Draft, NullSpeculation, SpecCandidate
 from tandem.lm.decode_graphs import DecodeGraphs
 from tandem.lm.models.triton_model import TritonModel
