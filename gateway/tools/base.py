@@ -171,9 +171,14 @@ class JsonScanner:
         return None
 
     @property
+    def taken(self) -> int:
+        """Characters followed so far: all, or those up to the object's end or to where it broke."""
+        return self._pos
+
+    @property
     def rest(self) -> str:
-        """Text behind the object."""
-        return self.text[self.end :] if self.end >= 0 else ""
+        """Text behind the object, or behind the place where it broke."""
+        return self.text[self.taken :]
 
 
 def is_object(text: str) -> bool:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from gateway.tools.base import (
-    CallArgs,
-    CallStart,
-    Content,
-    JsonScanner,
-    Piece,
-    ToolContext,
-    partial_suffix,
-)
+from collections.abc import Callable, Mapping
+
+from gateway.tools.base import Content, Piece, partial_suffix
+from gateway.tools.modes import ModeParser
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
@@ -20,42 +15,26 @@ SEP = "<｜tool▁sep｜>"
 _MARKS = (CALLS_BEGIN, CALL_BEGIN)
 
 
-class DeepSeekParser:
+class DeepSeekParser(ModeParser):
     """See OutputParser.
 
     R1 and V3 write  begin "function" sep name newline fence json fence end;  V3.1 writes  begin name sep json end.
     """
 
-    def __init__(self, context: ToolContext) -> None:
-        self._context = context
-        self._held = ""
-        self._mode = "text"
-        self._args: JsonScanner | None = None
-        self._sent = 0
-        self._count = 0
+    after_args = "tail"
 
-    def feed(self, text: str) -> list[Piece]:
-        self._held += text
-        pieces: list[Piece] = []
-        moved = True
-        while moved:
-            before = (self._mode, len(self._held), self._count)
-            step = {"text": self._in_text, "head": self._in_head, "args": self._in_args, "tail": self._in_tail}
-            pieces += step[self._mode]()
-            moved = before != (self._mode, len(self._held), self._count)
-        return pieces
+    def _modes(self) -> Mapping[str, Callable[[], list[Piece]]]:
+        return {"text": self._in_text, "head": self._in_head, "args": self._in_args, "tail": self._in_tail}
 
     def _in_text(self) -> list[Piece]:
         for mark in _MARKS:
             at = self._held.find(mark)
             if at >= 0:
-                text, self._held = self._held[:at], self._held[at:]
+                pieces = self._take_text(at)
                 self._held = self._held.removeprefix(CALLS_BEGIN)
                 self._mode = "tail"
-                return [Content(text)] if text else []
-        keep = max(partial_suffix(self._held, mark) for mark in _MARKS)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return [Content(text)] if text else []
+                return pieces
+        return self._take_text(len(self._held) - max(partial_suffix(self._held, mark) for mark in _MARKS))
 
     def _in_tail(self) -> list[Piece]:
         """Between calls: the next call, or the end of all."""
@@ -79,23 +58,8 @@ class DeepSeekParser:
         if name not in self._context.names:
             self._mode = "text"
             return []
-        self._held, self._mode = self._held[brace:], "args"
-        self._args, self._sent = JsonScanner(), 0
-        return [CallStart(self._count, self._context.make_id(), name)]
-
-    def _in_args(self) -> list[Piece]:
-        scanner = self._args
-        assert scanner is not None
-        scanner.feed(self._held)
-        self._held = ""
-        stop = scanner.end if scanner.end >= 0 else len(scanner.text)
-        text = scanner.text[self._sent : stop]
-        self._sent += len(text)
-        if scanner.end >= 0:
-            self._held, self._mode, self._args = scanner.rest, "tail", None
-            self._count += 1
-            return [CallArgs(self._count - 1, text)] if text else []
-        return [CallArgs(self._count, text)] if text else []
+        self._held = self._held[brace:]
+        return self._begin_call(name)
 
     def finish(self) -> list[Piece]:
         text = self._held if self._mode == "text" else ""

@@ -113,6 +113,17 @@ def test_a_format_however_it_is_cut(name: str, text: str, text_left: str, count:
             assert called in NAMES and isinstance(json.loads(arguments), dict)
 
 
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [("mistral", "[TOOL_CALLS]f[ARGS]"), ("deepseek", f"{D}<｜tool▁call▁begin｜>f<｜tool▁sep｜>")],
+)
+def test_broken_arguments_are_passed_on_and_nothing_behind_them_is_lost(name: str, head: str) -> None:
+    broken = '{"\\q": 1} and more'  # an escape that JSON does not know
+    for result in every_cut(lambda: PARSERS[name](ToolContext(NAMES)), head + broken):
+        assert calls(result) == [("f", '{"\\q"')]
+        assert content(result) == ": 1} and more"
+
+
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "deepseek"])
 def test_arguments_arrive_before_they_are_whole(name: str) -> None:
     text = CASES[name][0][0]
