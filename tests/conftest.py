@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cache import use_own_cache
+
+# Before anything reads or writes it.
+use_own_cache()
 # Tests share the machine with each other; speed is not their point.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
