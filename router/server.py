@@ -20,6 +20,7 @@ from router.settings import RouterSettings
 from tandem import rpc
 from tandem.metrics import MetricsServer
 from tandem.router.v1 import router_pb2_grpc
+from tandem.tracing import open_tracer
 
 log = logging.getLogger("router")
 
@@ -44,15 +45,25 @@ class RouterServer:
     def __init__(
         self, settings: RouterSettings, token: str = "", resolver: Resolver = resolve_all, reuse_port: bool = False
     ) -> None:
+        """Raises SettingsError if traces are asked for and cannot be made."""
         self.settings = settings
         self.metrics = RouterMetrics()
+        self.tracer = open_tracer(settings, "router", settings.listen)
+        self.tracer.watch(self.metrics.registry)
         self.fleet = Fleet(settings, token, resolver)
         self.inference = InferenceServicer(
-            self.fleet, settings, self.metrics, token, trusted=bool(token) or is_local(settings.listen)
+            self.fleet,
+            settings,
+            self.metrics,
+            token,
+            trusted=bool(token) or is_local(settings.listen),
+            tracer=self.tracer,
         )
         extra = (("grpc.so_reuseport", 1),) if reuse_port else ()
         self._server, self._health = rpc.server(extra)
-        self._admin, self._admin_health = rpc.server()
+        # Who can reach a socket or loopback port of this machine may steer its router; others show the token.
+        guard = "" if not settings.admin_listen or is_local(settings.admin_listen) else token
+        self._admin, self._admin_health = rpc.server(token=guard)
         self.address = settings.listen
         self.admin_address = settings.admin_listen
         self._http: MetricsServer | None = None
@@ -100,6 +111,7 @@ class RouterServer:
         await self._admin.stop(0)
         await self.fleet.close()
         self.inference.recorder.close()
+        await asyncio.to_thread(self.tracer.close)
         if self._http is not None:
             self._http.close()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tandem.cli.fleet_source import service_metadata
 from tandem.cli.services import fail
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ async def _watch(channel: grpc.aio.Channel, last: int, follow: bool, as_json: bo
 
     try:
         stub = router_pb2_grpc.RouterAdminServiceStub(channel)
-        async for answer in stub.WatchRoutes(router_pb2.WatchRoutesRequest(last=last, follow=follow)):
+        request = router_pb2.WatchRoutesRequest(last=last, follow=follow)
+        async for answer in stub.WatchRoutes(request, metadata=service_metadata()):
             for decision in answer.decisions:
                 if as_json:
                     print(json.dumps(MessageToDict(decision, preserving_proto_field_name=True)), flush=True)

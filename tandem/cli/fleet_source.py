@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.fleet_view import decision_dict, fleet_dict
 
 KEY_VARIABLE = "TANDEM_API_KEY"
+# The services' own variable: where they run, commands find it set.
+TOKEN_VARIABLE = "TANDEM_SERVICE_TOKEN_FILE"
 TIMEOUT_S = 5.0
 
 
 class UnreachableError(Exception):
     """Nobody answers, or not with a fleet; the text says where and why."""
+
+
+def service_metadata() -> tuple[tuple[str, str], ...]:
+    """What an admin address beyond loopback asks for: the services' token, if its file is named in the environment.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    path = os.environ.get(TOKEN_VARIABLE, "")
+    if not path:
+        return ()
+    try:
+        return (("authorization", f"Bearer {Path(path).read_text().strip()}"),)
+    except OSError as error:
+        raise ValueError(f"{TOKEN_VARIABLE} is {path}, which cannot be read: {error.strerror}") from None
 
 
 class Source(Protocol):
@@ -38,6 +56,7 @@ class AdminSource:
         from tandem.router.v1 import router_pb2_grpc
 
         self.name = address
+        self._metadata = service_metadata()
         self._channel = rpc.channel(address)
         self._stub = router_pb2_grpc.RouterAdminServiceStub(self._channel)
 
@@ -50,7 +69,8 @@ class AdminSource:
         from tandem.router.v1 import router_pb2
 
         try:
-            return fleet_dict(await self._stub.ListEngines(router_pb2.ListEnginesRequest(), timeout=TIMEOUT_S))
+            request = router_pb2.ListEnginesRequest()
+            return fleet_dict(await self._stub.ListEngines(request, timeout=TIMEOUT_S, metadata=self._metadata))
         except grpc.aio.AioRpcError as error:
             raise self._failed(error) from None
 
@@ -61,7 +81,8 @@ class AdminSource:
 
         found = []
         try:
-            async for answer in self._stub.WatchRoutes(router_pb2.WatchRoutesRequest(last=last), timeout=TIMEOUT_S):
+            request = router_pb2.WatchRoutesRequest(last=last)
+            async for answer in self._stub.WatchRoutes(request, timeout=TIMEOUT_S, metadata=self._metadata):
                 found += [decision_dict(decision) for decision in answer.decisions]
         except grpc.aio.AioRpcError as error:
             raise self._failed(error) from None

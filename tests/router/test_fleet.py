@@ -11,13 +11,18 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.discovery import Discovery, DnsName, parse_engines
+from router.server import RouterServer
 from router.settings import RouterSettings
+from tandem import rpc
+from tandem.cli.fleet_source import AdminSource, UnreachableError
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc
 from tandem.router.v1 import router_pb2 as rpb
+from tandem.router.v1 import router_pb2_grpc
 from tests.router.harness import cluster, collect, request, router_for, until
 from tests.router.mock_engine import MockConfig, MockEngine
 
@@ -399,3 +404,46 @@ async def test_reflection_names_the_services() -> None:
                 await call.done_writing()
                 answer = await call.read()
                 assert name in [service.name for service in answer.list_services_response.service]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+async def test_an_admin_listener_beyond_loopback_asks_for_the_token(
+    wide: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = RouterSettings(listen="127.0.0.1:0", admin_listen="0.0.0.0:0" if wide else "127.0.0.1:0", engines="")
+    router = RouterServer(settings, token="secret")
+    await router.start()
+    try:
+        port = router.admin_address.rpartition(":")[2]
+        async with rpc.channel(f"127.0.0.1:{port}") as channel:
+            stub = router_pb2_grpc.RouterAdminServiceStub(channel)
+            shown = (("authorization", "Bearer secret"),)
+            await stub.ListEngines(rpb.ListEnginesRequest(), metadata=shown)
+            async for _ in stub.WatchRoutes(rpb.WatchRoutesRequest(last=3), metadata=shown):
+                pass
+            health = health_pb2_grpc.HealthStub(channel)
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
+            for metadata in (None, (("authorization", "Bearer wrong"),), (("authorization", "secret"),)):
+                if not wide:
+                    await stub.ListEngines(rpb.ListEnginesRequest(), metadata=metadata)
+                    continue
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.UpdateRoutingConfig(rpb.UpdateRoutingConfigRequest(), metadata=metadata)
+                assert TandemError.from_rpc(caught.value).reason == "UNAUTHENTICATED"
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in stub.WatchRoutes(rpb.WatchRoutesRequest(last=3), metadata=metadata):
+                        pass
+                assert TandemError.from_rpc(caught.value).reason == "UNAUTHENTICATED"
+        # tandem status, top and routes find it where the services do.
+        (tmp_path / "token").write_text("secret\n")
+        for name in ("", str(tmp_path / "token")):
+            monkeypatch.setenv("TANDEM_SERVICE_TOKEN_FILE", name)
+            source = AdminSource(f"127.0.0.1:{port}")
+            if name or not wide:
+                assert (await source.fleet())["engines"] == await source.routes(3) == []
+            else:
+                with pytest.raises(UnreachableError, match="UNAUTHENTICATED"):
+                    await source.fleet()
+            await source.close()
+    finally:
+        await router.stop(0)
