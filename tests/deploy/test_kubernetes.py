@@ -100,7 +100,10 @@ def test_services_accept_their_arguments(name: str) -> None:
 def test_services_find_each_other() -> None:
     gateway, router, engine, draft = (settings_of(CONTAINERS[name]) for name in OURS)
     service = named(BASE, "Service", "tandem-router")
-    assert gateway.router == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"  # type: ignore[attr-defined]
+    ports = {port["name"]: f"{service['metadata']['name']}:{port['port']}" for port in service["spec"]["ports"]}
+    assert gateway.router == ports["grpc"] and gateway.router_admin == ports["admin"]  # type: ignore[attr-defined]
+    own = {port["name"]: port["containerPort"] for port in CONTAINERS["router"]["ports"]}
+    assert own["grpc"] == port_of(router.listen) and own["admin"] == port_of(router.admin_listen)  # type: ignore[attr-defined]
     ((name,),) = [parse_engines(router.engines)[1]]  # type: ignore[attr-defined]
     headless = named(BASE, "Service", name.host)
     assert headless["spec"]["clusterIP"] == "None" and headless["spec"]["publishNotReadyAddresses"]
@@ -131,7 +134,7 @@ def listening(name: str) -> set[int]:
     if name == "gateway":
         return {settings.port}
     if name == "router":
-        return {port_of(settings.listen), settings.metrics_port}
+        return {port_of(settings.listen), port_of(settings.admin_listen), settings.metrics_port}
     return {port_of(settings.listen), port_of(settings.metrics_listen)}
 
 
@@ -147,6 +150,15 @@ def test_declared_ports_probes_and_policies_are_where_services_listen(name: str)
     item = next(item for item in WORKLOADS if item["metadata"]["name"] == f"tandem-{name}")
     annotations = item["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/scrape"] == "true" and int(annotations["prometheus.io/port"]) in ports
+
+
+def test_only_gateways_reach_the_routers_admin_port_and_they_need_the_token() -> None:
+    router = settings_of(CONTAINERS["router"])
+    port = port_of(router.admin_listen)  # type: ignore[attr-defined]
+    rules = named(BASE, "NetworkPolicy", "tandem-router")["spec"]["ingress"]
+    opening = [rule for rule in rules if port in [entry["port"] for entry in rule["ports"]]]
+    assert [rule["from"] for rule in opening] == [[{"podSelector": {"matchLabels": {"app": "tandem-gateway"}}}]]
+    assert router.service_token_file == settings_of(CONTAINERS["gateway"]).service_token_file != ""  # type: ignore[attr-defined]
 
 
 def test_an_engine_that_drains_is_unready_but_alive() -> None:
