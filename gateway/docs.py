@@ -127,8 +127,12 @@ def describe(
     errors: tuple[int, ...] = (),
     stream: bool = False,
     anthropic: bool = False,
+    query: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of a route that make its entry in /openapi.json true."""
+    """Keyword arguments of a route that make its entry in /openapi.json true.
+
+    `query`: JSON schema by name of what may follow the question mark; none of it is required.
+    """
     error = "AnthropicError" if anthropic else "Error"
     responses: dict[int | str, dict[str, Any]] = {
         status: {
@@ -148,6 +152,10 @@ def describe(
         _BODIES[body.__name__] = body
         schema = {"$ref": f"#/components/schemas/{body.__name__}"}
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if query:
+        extra["parameters"] = [
+            {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in query.items()
+        ]
     return {
         "summary": summary,
         "response_model": None,

@@ -28,10 +28,12 @@ router = APIRouter()
 FLEET_EVERY_S = 1.0
 RETRY_S = 1.0
 STOP_CHECK_S = 0.5
+DEFAULT_LAST = 100
+LAST = {"last": {"type": "integer", "minimum": 0, "maximum": MAX_LAST, "default": DEFAULT_LAST}}
 
 
-def _last_of(request: Request, default: int = 100) -> int:
-    raw = request.query_params.get("last", str(default))
+def _last_of(request: Request) -> int:
+    raw = request.query_params.get("last", str(DEFAULT_LAST))
     if not (raw.isascii() and raw.isdigit()) or int(raw[:9]) > MAX_LAST:
         raise bad(f"last is {raw[:40]!r}, but it must be a whole number from 0 to {MAX_LAST}.", "last")
     return int(raw)
@@ -63,14 +65,18 @@ async def fleet(request: Request) -> Response:
     return _json(await snapshot(gateway_of(request)))
 
 
-@router.get("/tandem/routes", **describe("The last routing decisions, oldest first", ok="Routes", errors=(400,)))
+@router.get(
+    "/tandem/routes", **describe("The last routing decisions, oldest first", ok="Routes", errors=(400,), query=LAST)
+)
 async def routes(request: Request) -> Response:
     gateway, key = gateway_of(request), _key_of(context_of(request))
     decisions = await gateway.fleet.routes(_last_of(request))
     return _json({"data": [_shown(decision, gateway, key) for decision in decisions]})
 
 
-@router.get("/tandem/requests", **describe("The key's last requests, oldest first", ok="Requests", errors=(400,)))
+@router.get(
+    "/tandem/requests", **describe("The key's last requests, oldest first", ok="Requests", errors=(400,), query=LAST)
+)
 async def requests(request: Request) -> Response:
     gateway = gateway_of(request)
     return _json({"data": gateway.recent.last(_last_of(request), _key_of(context_of(request)))})

@@ -124,9 +124,15 @@ def test_routes(make_stand: Any, admin: Admin) -> None:
     assert data[0]["cached_tokens"] == 32 and data[0]["ttft_ms"] == 9.0 and data[0]["name"] == "engine-0"
     assert data[0]["candidates"][0]["parts"] == {"prefill": 4.5}
     assert data[0]["candidates"][1]["excluded"] == "draining"
-    for bad in ("-1", "x", "1001"):
-        error = stand.http.get(f"/tandem/routes?last={bad}")
-        assert error.status_code == 400 and error.json()["error"]["param"] == "last"
+    for path in ("/tandem/routes", "/tandem/requests"):
+        for bad in ("-1", "x", "1001", "", "1.0", "٣"):
+            error = stand.http.get(path, params={"last": bad})
+            assert error.status_code == 400 and error.json()["error"]["param"] == "last"
+        (told,) = stand.http.get("/openapi.json").json()["paths"][path]["get"]["parameters"]
+        assert (told["name"], told["in"], told["required"]) == ("last", "query", False)
+        # What the document allows is allowed, at its limits too.
+        for allowed in (told["schema"]["minimum"], told["schema"]["maximum"]):
+            assert stand.http.get(path, params={"last": allowed}).status_code == 200
 
 
 def test_requests_have_receipts_that_nobody_asked_for(make_stand: Any) -> None:
