@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_service.engine import Engine
-from engine_service.loop import Job
+from engine_service.jobs import Job
 from engine_service.main import _SWITCH_INTERVAL_S, Process
 from engine_service.requests import Choice, Request
 from engine_service.settings import EngineSettings

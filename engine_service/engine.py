@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from engine_service.admission import check_fits
 from engine_service.grammar import GrammarCompiler, GrammarMatcher
+from engine_service.jobs import Job, StepReport
 from engine_service.kv_events import KvEventLog
-from engine_service.loop import Job, StepLoop, StepReport
+from engine_service.loop import StepLoop
 from engine_service.outbox import Outbox
 from engine_service.output import ChoiceOutput, ChoiceUpdate, Identity, Stream, prompt_event
 from engine_service.policy import SchedulerConfig
@@ -149,9 +150,16 @@ class Engine:
             )
 
     def open(
-        self, message: pb.GenerateRequest, valid: Validated, grammar: GrammarMatcher | None, arrival: float
+        self,
+        message: pb.GenerateRequest,
+        valid: Validated,
+        grammar: GrammarMatcher | None,
+        arrival: float,
+        trace: str = "",
     ) -> Stream:
         """Queues a validated request; its first event waits in the stream's outbox when this returns.
+
+        trace: traceparent for the draft's span.
 
         Raises:
             TandemError: the engine takes no more, the request never fits, or its resume state contradicts itself.
@@ -168,6 +176,7 @@ class Engine:
             priority=message.priority,
             deadline=arrival + message.timeout_ms / 1000 if message.timeout_ms else None,
             score_prompt=valid.score_prompt,
+            trace=trace,
         )
         job = Job(request, {})
         outbox = Outbox(self.settings.stream_buffer_bytes, merge=not message.output.single_tokens)
@@ -204,6 +213,7 @@ class Engine:
             params=valid.params,
             token_ids=[*valid.prompt, *resumed.ids],
             prompt_len=len(valid.prompt),
+            trace=job.request.trace,
         )
         choice = Choice(job.request, sequence, valid.max_output, hashes=list(hashes))
         job.request.choices.append(choice)

@@ -20,6 +20,8 @@ from engine_service.settings import EngineSettings
 from tandem import logs, rpc
 from tandem.engine.v1 import engine_pb2, engine_pb2_grpc
 from tandem.inference.v1 import inference_pb2, inference_pb2_grpc
+from tandem.settings import SettingsError
+from tandem.tracing import open_tracer
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -93,11 +95,14 @@ class Process:
     """One engine process on its event loop."""
 
     def __init__(self, settings: EngineSettings, load: Callable[[EngineSettings], Engine] = load_engine) -> None:
+        """Raises SettingsError if traces are asked for and cannot be made."""
         self._settings = settings
         self._load = load
         self.host = Host()
         self.server, self.health = rpc.server()
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.host), self.server)
+        self.tracer = open_tracer(settings, "engine")
+        inference = InferenceServicer(self.host, self.tracer)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self.server)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(self.host, settings), self.server)
         rpc.add_reflection(self.server, *_SERVICES)
         self.port = 0
@@ -118,6 +123,7 @@ class Process:
             from tandem.metrics import MetricsServer, new_registry
 
             self._registry = new_registry(gpu=True)
+            self.tracer.watch(self._registry)
             self.metrics = MetricsServer(self._registry, self._settings.metrics_listen)
         await self._set_health(False)
         await self.health.set(True, LIVE)
@@ -213,6 +219,7 @@ class Process:
             log.exception("the engine did not close cleanly")
         # A moment for the last statuses to reach their readers.
         await self.server.stop(1.0)
+        await asyncio.to_thread(self.tracer.close)
         if self.metrics is not None:
             self.metrics.close()
 
@@ -306,7 +313,11 @@ def run(settings: EngineSettings) -> int:
         process = Process(settings)
         return await _serve(process, settings)
 
-    code = _event_loop_runner()(serve())
+    try:
+        code = _event_loop_runner()(serve())
+    except SettingsError as error:
+        log.error("%s", error)
+        return 2
     if process is not None and process.left_behind:
         # Native code that returns to a finalizing interpreter aborts the process or hangs it.
         logging.shutdown()

@@ -28,6 +28,11 @@ class Entry:
     def samples(self) -> bool:
         return self.start + self.count == len(self.choice.sequence.token_ids)
 
+    @property
+    def decodes(self) -> bool:
+        """It owes one token, and samples the next."""
+        return self.count == 1 and self.samples
+
     def to_slice(self) -> Slice:
         return Slice(
             sequence=self.choice.sequence,
@@ -54,3 +59,14 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         return sum(entry.tokens for entry in self.entries)
+
+    # Before the step is committed: what an entry samples is told by the tokens that it has not committed yet.
+
+    @property
+    def sampled_rows(self) -> int:
+        """Rows that are sampled, drafts included."""
+        return sum(1 + len(entry.drafts) for entry in self.entries if entry.samples)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(entry.count for entry in self.entries if not entry.decodes)

@@ -33,6 +33,8 @@ class Request:
     choices: list[Choice] = field(default_factory=list)
     # Score the prompt: reads no cached prefix until that is done.
     score_prompt: bool = False
+    # traceparent of the span that the draft's belong to; "" if nobody traces.
+    trace: str = ""
     # Choices that will fork from the first one; each has a seat in the batch reserved.
     forking: int = 0
     # What happened, for usage and receipt.

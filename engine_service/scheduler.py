@@ -150,7 +150,7 @@ class Scheduler:
     def _top_up(self) -> None:
         """Lets prefills exceed their cap when nobody decodes and budget is left."""
         batch = self._batch
-        if any(entry.samples and entry.count == 1 for entry in batch.entries.values()):
+        if any(entry.decodes for entry in batch.entries.values()):
             return
         for entry in list(batch.entries.values()):
             more = min(entry.choice.remaining - entry.count, batch.left)

@@ -12,10 +12,12 @@ import grpc
 
 from engine_service.engine import Engine
 from engine_service.output import Stream
+from engine_service.tracing import TracedRequest, embedded
 from engine_service.validate import MAX_NAME_BYTES, Validated, check_envelope, validate
 from tandem.errors import TandemError, abort, invalid
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc as pb_grpc
+from tandem.tracing import NULL_TRACER, Tracer, grpc_status
 
 log = logging.getLogger(__name__)
 
@@ -78,21 +80,30 @@ def _check_digest(engine: Engine, digest: str) -> None:
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
     """Generate and what goes with it."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, tracer: Tracer = NULL_TRACER) -> None:
         self._host = host
+        self._tracer = tracer
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         arrival = time.monotonic()
+        span = self._tracer.serve("generate", context.invocation_metadata, arrival)
+        traced = TracedRequest(span, request, arrival) if span.recording else None
         try:
             engine = self._host.ready()
-            stream = await self._open(engine, request, arrival)
+            stream = await self._open(engine, request, arrival, traced)
         except TandemError as error:
+            if traced is not None:
+                traced.refused(error)
             # Not the message: it may quote a value that the client sent.
             log.info(
                 "refused",
                 extra={"request_id": request.request_id[:MAX_NAME_BYTES], "reason": error.reason, "field": error.field},
             )
             await abort(context, error)
+        except asyncio.CancelledError:
+            if traced is not None:
+                traced.refused(None)
+            raise
         outcome = "cancelled"
         # A write to a reader who does not read ends only by cancelling it.
         task = asyncio.current_task()
@@ -108,17 +119,22 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             engine.close_stream(stream)
             outcome = stream.outbox.error.reason if stream.outbox.error is not None else outcome
             _log_finished(engine, stream, outcome)
+            if traced is not None:
+                traced.finished(stream, engine.identity, outcome)
         if stream.outbox.error is not None:
             await abort(context, stream.outbox.error)
 
-    async def _open(self, engine: Engine, request: pb.GenerateRequest, arrival: float) -> Stream:
+    async def _open(
+        self, engine: Engine, request: pb.GenerateRequest, arrival: float, traced: TracedRequest | None
+    ) -> Stream:
         engine.check_accepts()
         _check_model(engine, request.model)
         _check_digest(engine, request.tokenizer_digest)
         check_envelope(request)
         valid = await self._validated(engine, request)
         grammar = await engine.grammars.compile(request.structured) if request.HasField("structured") else None
-        return engine.open(request, valid, grammar, arrival)
+        trace = traced.draft(engine.speculation) if traced is not None else ""
+        return engine.open(request, valid, grammar, arrival, trace)
 
     async def _validated(self, engine: Engine, request: pb.GenerateRequest) -> Validated:
         if request.WhichOneof("prompt") == "text":
@@ -129,14 +145,23 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return validate(request, ids, engine.limits)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        span = self._tracer.serve("embed", context.invocation_metadata)
         try:
             engine = self._host.ready()
             engine.check_accepts()
             _check_model(engine, request.model)
             _check_digest(engine, request.tokenizer_digest)
-            return await _embed(engine, request)
+            response = await _embed(engine, request)
+            grpc_status.done(span)
+            return response
         except TandemError as error:
+            grpc_status.failed(span, error)
             await abort(context, error)
+        except asyncio.CancelledError:
+            grpc_status.cancelled(span)
+            raise
+        finally:
+            embedded(span, request)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         engine = self._host.engine

@@ -7,12 +7,12 @@ from typing import ClassVar
 from pydantic import Field, field_validator, model_validator
 
 from tandem.rpc import check_http_address
-from tandem.settings import Settings
+from tandem.settings import TracedSettings
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
-class EngineSettings(Settings):
+class EngineSettings(TracedSettings):
     """All that an engine process can be told. Bytes, tokens, seconds and milliseconds as named."""
 
     service: ClassVar[str] = "engine"

@@ -77,8 +77,8 @@ class LoopStats:
         self.steps += 1
         self.longest_step_ms = max(self.longest_step_ms, elapsed * 1000)
         self.preemptions += len(plan.preempted)
-        decodes = sum(entry.samples and entry.count == 1 for entry in plan.entries)
-        prefill = sum(entry.count for entry in plan.entries) - decodes
+        prefill = plan.prefill_tokens
+        decodes = sum(entry.decodes for entry in plan.entries)
         self.prefill_tokens += prefill
         if prefill == 0:
             self.decode_step_ms = _smooth(self.decode_step_ms, elapsed * 1000)

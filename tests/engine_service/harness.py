@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from engine_service.loop import Job, StepLoop, StepReport
+from engine_service.jobs import Job, StepReport
+from engine_service.loop import StepLoop
 from engine_service.policy import SchedulerConfig
 from engine_service.requests import Choice, Request
 from engine_service.scheduler import Scheduler

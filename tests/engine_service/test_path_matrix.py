@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.loop import StepReport
+from engine_service.jobs import StepReport
 from engine_service.policy import SchedulerConfig
 from engine_service.speculation import Draft, NullSpeculation, SpecCandidate
 from tandem.lm.runner import load_runner
