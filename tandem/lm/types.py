@@ -52,6 +52,8 @@ class Sequence:
     params: SamplingParams
     token_ids: list[int]
     prompt_len: int
+    # traceparent for whoever proposes drafts; "" if nobody traces.
+    trace: str = ""
 
     @property
     def output_len(self) -> int:
