@@ -21,6 +21,7 @@ from draft_service.settings import DraftSettings
 from tandem import logs, rpc
 from tandem.draft.v1 import draft_pb2_grpc
 from tandem.settings import SettingsError
+from tandem.tracing import Tracer, open_tracer
 
 if TYPE_CHECKING:
     from tandem.metrics import MetricsServer
@@ -52,6 +53,7 @@ async def _serve(settings: DraftSettings) -> int:
     # A model takes milliseconds: its own thread keeps health and info alive.
     executor = ThreadPoolExecutor(1, "propose") if "model" in settings.proposer_names else None
     epoch = secrets.randbits(64) or 1
+    tracer = open_tracer(settings, "draft")
     servicer = DraftServicer(
         proposer,
         settings.proposer_names,
@@ -59,12 +61,13 @@ async def _serve(settings: DraftSettings) -> int:
         Limits(settings.max_sequences, settings.max_sequence_tokens),
         vocab_size=max((getattr(part, "vocab_size", 0) for part in proposer.proposers), default=0),
         executor=executor,
+        tracer=tracer,
     )
     server, health = rpc.server()
     draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
     rpc.add_reflection(server, SERVICE_NAME)
     bind(server, settings.listen)
-    metrics = _serve_metrics(settings.metrics_listen, servicer) if settings.metrics_listen else None
+    metrics = _serve_metrics(settings.metrics_listen, servicer, tracer) if settings.metrics_listen else None
     await server.start()
     await health.set(True)
     await health.set(True, SERVICE_NAME)
@@ -75,6 +78,7 @@ async def _serve(settings: DraftSettings) -> int:
     await stop.wait()
     await health.set(False)
     await server.stop(grace=0.5)
+    await asyncio.to_thread(tracer.close)
     if metrics is not None:
         metrics.close()
     try:
@@ -86,12 +90,13 @@ async def _serve(settings: DraftSettings) -> int:
     return 0
 
 
-def _serve_metrics(address: str, servicer: DraftServicer) -> MetricsServer:
+def _serve_metrics(address: str, servicer: DraftServicer, tracer: Tracer) -> MetricsServer:
     from draft_service.metrics import DraftCollector
     from tandem.metrics import MetricsServer, new_registry
 
     registry = new_registry()
     registry.register(DraftCollector(lambda: servicer.counters))
+    tracer.watch(registry)
     return MetricsServer(registry, address)
 
 

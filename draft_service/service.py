@@ -16,6 +16,7 @@ from draft_service.session import Limits, Session
 from tandem.draft.v1 import draft_pb2 as pb
 from tandem.draft.v1 import draft_pb2_grpc as rpc
 from tandem.lm.proposers import Proposer
+from tandem.tracing import NULL_TRACER, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class DraftServicer(rpc.DraftServiceServicer):
         limits: Limits,
         vocab_size: int = 0,
         executor: Executor | None = None,
+        tracer: Tracer = NULL_TRACER,
     ) -> None:
         """executor: one thread in which answers are computed if they take long (a model); None: in the loop."""
         self._proposer = proposer
@@ -50,6 +52,7 @@ class DraftServicer(rpc.DraftServiceServicer):
         self._limits = limits
         self._vocab_size = vocab_size
         self._executor = executor
+        self._tracer = tracer
         self._sessions: set[Session] = set()
         self._questions = 0
         self._drafted = 0
@@ -58,7 +61,7 @@ class DraftServicer(rpc.DraftServiceServicer):
     async def Propose(
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeResponse]:
-        session = Session(self._proposer, self._epoch, self._limits)
+        session = self._session()
         self._sessions.add(session)
         log.info("engine connected")
         try:
@@ -78,6 +81,13 @@ class DraftServicer(rpc.DraftServiceServicer):
             self._sessions.discard(session)
             self._later(session.close)
             log.info("engine disconnected")
+
+    def _session(self) -> Session:
+        if not self._tracer.on:
+            return Session(self._proposer, self._epoch, self._limits)
+        from draft_service.tracing import TracedSession
+
+        return TracedSession(self._proposer, self._epoch, self._limits, self._tracer)
 
     @property
     def counters(self) -> Counters:

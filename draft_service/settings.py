@@ -7,12 +7,12 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from tandem.rpc import check_address, check_http_address
-from tandem.settings import Settings
+from tandem.settings import TracedSettings
 
 PROPOSERS = ("ngram", "suffix", "table", "model")
 
 
-class DraftSettings(Settings):
+class DraftSettings(TracedSettings):
     """Flags of `tandem draft`."""
 
     service: ClassVar[str] = "draft"

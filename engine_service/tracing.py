@@ -1,4 +1,4 @@
-"""The engine's spans of a request: generate, with queue, prefill and decode below it, and draft where drafts are sought.
+"""The engine's spans of a request: generate; below it queue, prefill, decode, and draft where drafts are sought.
 
 All but the first and draft are made when the request is over, from the times that its receipt is made of: the step loop
 knows nothing of traces.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from gateway.recent import Recent
 from gateway.routes import ROUTERS, page
 from gateway.settings import GatewaySettings
 from tandem import __version__
+from tandem.tracing import open_tracer
 
 log = logging.getLogger("gateway")
 
@@ -57,8 +59,12 @@ def build_app(settings: GatewaySettings, rates_file: str = "") -> FastAPI:
     Args:
         settings: the gateway's settings.
         rates_file: file that holds the rate limits' buckets; shared by the workers of one gateway.
+
+    Raises:
+        SettingsError: traces are asked for and cannot be made.
     """
     client = RouterClient(settings)
+    tracer = open_tracer(settings, "gateway")
     gateway = Gateway(
         settings,
         client,
@@ -67,7 +73,9 @@ def build_app(settings: GatewaySettings, rates_file: str = "") -> FastAPI:
         Metrics(),
         FleetClient(settings, client.metadata),
         Recent(settings.recent_requests),
+        tracer,
     )
+    tracer.watch(gateway.metrics.registry)
 
     tools = mcp.McpApp(gateway)
 
@@ -81,6 +89,7 @@ def build_app(settings: GatewaySettings, rates_file: str = "") -> FastAPI:
         await gateway.fleet.close()
         await gateway.client.close()
         gateway.limiter.close()
+        await asyncio.to_thread(tracer.close)
 
     app = FastAPI(
         title="Tandem",

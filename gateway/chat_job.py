@@ -111,7 +111,7 @@ async def prepare_chat(request: Request, gateway: Gateway, context: RequestConte
         prompt,
         ids,
         plan,
-        Generation(gateway.client, made),
+        Generation(gateway.client, made, context.span),
         int(time.time()),
     )
 

@@ -18,6 +18,7 @@ from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc as pb_grpc
 from tandem.tokenizer import Tokenizer, TokenizerBundle
+from tandem.tracing import NULL_SPAN, Span
 
 MODELS_TTL_S = 2.0
 CALL_TIMEOUT_S = 10.0
@@ -137,14 +138,15 @@ class RouterClient:
         """Makes the next request ask the router again."""
         self._models_at = float("-inf")
 
-    def generate(self, request: pb.GenerateRequest, wait_for_ready: bool = False) -> Any:
+    def generate(self, request: pb.GenerateRequest, wait_for_ready: bool = False, span: Span = NULL_SPAN) -> Any:
         """Starts Generate; the call is read with `.read()`, which gives serialized GenerateResponses."""
         timeout = request.timeout_ms / 1000 + 5.0 if request.timeout_ms else None
-        return self._generate(request, timeout=timeout, metadata=self.metadata, wait_for_ready=wait_for_ready)
+        metadata = (*self.metadata, *span.headers)
+        return self._generate(request, timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready)
 
-    async def embed(self, request: pb.EmbedRequest, limit_s: float | None) -> pb.EmbedResponse:
+    async def embed(self, request: pb.EmbedRequest, limit_s: float | None, span: Span = NULL_SPAN) -> pb.EmbedResponse:
         try:
-            return await self._stub.Embed(request, timeout=limit_s, metadata=self.metadata)
+            return await self._stub.Embed(request, timeout=limit_s, metadata=(*self.metadata, *span.headers))
         except grpc.RpcError as error:
             raise from_rpc(error) from None
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from tandem.tracing import NULL_SPAN, NULL_TRACER, Span, Tracer
+
 if TYPE_CHECKING:
     from gateway.client import RouterClient
     from gateway.fleet import FleetClient
@@ -42,6 +44,7 @@ class RequestContext:
     failed: bool = False
     receipts: list[dict[str, Any]] = field(default_factory=list)
     response_headers: dict[str, str] = field(default_factory=dict)
+    span: Span = NULL_SPAN
 
     def first_token(self) -> None:
         if self.ttft_s is None:
@@ -59,6 +62,7 @@ class Gateway:
     metrics: Metrics
     fleet: FleetClient
     recent: Recent
+    tracer: Tracer = NULL_TRACER
     stopping: bool = False
     # One future per request that is being answered; a result ends the request with an error.
     _enders: set[asyncio.Future[None]] = field(default_factory=set)

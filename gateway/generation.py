@@ -16,6 +16,7 @@ from gateway.errors import ApiError, from_tandem, internal
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.resume import BrokenStreamError, build_resume
+from tandem.tracing import NULL_SPAN, Span, names
 
 log = logging.getLogger("gateway.generation")
 
@@ -34,10 +35,23 @@ class Generation:
     that came are kept, and the contract's resume state is made from them.
     """
 
-    __slots__ = ("_call", "_client", "_deadline", "_kept", "_kept_bytes", "_rest", "_resumes", "accepted", "request")
+    __slots__ = (
+        "_call",
+        "_client",
+        "_deadline",
+        "_kept",
+        "_kept_bytes",
+        "_rest",
+        "_resumes",
+        "_span",
+        "accepted",
+        "request",
+    )
 
-    def __init__(self, client: RouterClient, request: pb.GenerateRequest) -> None:
+    def __init__(self, client: RouterClient, request: pb.GenerateRequest, span: Span = NULL_SPAN) -> None:
+        """span: of the HTTP request; the router's will be its child."""
         self._client = client
+        self._span = span
         self.request = request
         self._call: Any = None
         self._rest: Sequence[pb.GenerateEvent] | None = None
@@ -53,7 +67,7 @@ class Generation:
         Raises:
             ApiError: it was refused, in HTTP's terms.
         """
-        self._call = self._client.generate(self.request)
+        self._call = self._client.generate(self.request, span=self._span)
         try:
             events = await self._receive()
         except TandemError as error:
@@ -108,7 +122,8 @@ class Generation:
         if self._deadline is not None:
             again.timeout_ms = max(1, int((self._deadline - time.monotonic()) * 1000))
         log.warning("the router was lost; the stream goes on", extra={"request_id": self.request.request_id})
-        self._call = self._client.generate(again, wait_for_ready=True)
+        self._span.event("resume", {names.REASON: "the router was lost", names.ATTEMPT: again.attempt})
+        self._call = self._client.generate(again, wait_for_ready=True, span=self._span)
         try:
             async with asyncio.timeout(RESUME_WAIT_S):
                 events = await self._receive()

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.body import ClientGone
 from gateway.context import SCOPE_KEY, Gateway, RequestContext
 from gateway.errors import ApiError, internal
+from gateway.tracing import begin, finish
 
 log = logging.getLogger("gateway.request")
 
@@ -29,6 +30,11 @@ CLIENT_CLOSED = 499
 
 def is_anthropic(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def _is_quiet(path: str) -> bool:
+    """Neither logged, unless it fails, nor traced."""
+    return path in _OPEN_PATHS or path.startswith((_PAGE_FILES, _POLLED))
 
 
 def secret_of(headers: Headers) -> str | None:
@@ -57,6 +63,8 @@ class RequestMiddleware:
         given = headers.get("x-request-id", "")
         context = RequestContext(given if _REQUEST_ID.fullmatch(given) else "req_" + secrets.token_hex(12))
         scope[SCOPE_KEY] = context
+        if self._gateway.tracer.on and not _is_quiet(scope["path"]):
+            context.span = begin(self._gateway.tracer, scope, context)
         answer = _Answer(send, context)
         try:
             self._authorize(scope, headers, context)
@@ -106,8 +114,10 @@ class RequestMiddleware:
             metrics.disconnects.inc()
         if context.model:
             self._gateway.recent.finished(context, path, status, seconds)
-        quiet = path in _OPEN_PATHS or path.startswith((_PAGE_FILES, _POLLED))
-        if quiet and status in (200, 304, CLIENT_CLOSED):
+        if context.span.recording:
+            finish(context.span, context, path, status, scope["method"])
+        context.span.end()
+        if _is_quiet(path) and status in (200, 304, CLIENT_CLOSED):
             return
         entry: dict[str, object] = {
             "request_id": context.id,
@@ -130,6 +140,8 @@ class RequestMiddleware:
             )
         if context.finish:
             entry["reason"] = context.finish
+        if context.span.trace_id:
+            entry["trace_id"] = context.span.trace_id
         log.info("request", extra=entry)
 
 

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from tandem.settings import Settings
+from tandem.settings import TracedSettings
 
 DEFAULT_MAX_BODY = 32 * 1024 * 1024
 
 
-class GatewaySettings(Settings):
+class GatewaySettings(TracedSettings):
     """Settings of one gateway (all its worker processes)."""
 
     service: ClassVar[str] = "gateway"

@@ -19,7 +19,9 @@ from gateway.keys import cache_salt
 from gateway.params import check_ids, sampling_params, stop_conditions
 from gateway.schemas.sampling import SamplingBody
 from gateway.sse import EventStream, openai_error, until_gone
+from gateway.tracing import request_attributes
 from tandem.inference.v1 import inference_pb2 as pb
+from tandem.tracing import names
 
 # Characters from which tokenizing would hold the event loop for too long (about 1 ms).
 OFF_LOOP_CHARS = 2_000
@@ -126,6 +128,8 @@ def build_request(
         result.output.keep_special_tokens = True
     if body.receipt or gateway.recent.on:
         result.output.receipt = True
+    if context.span.recording:
+        request_attributes(context.span, body, result)
     return result
 
 
@@ -142,6 +146,7 @@ def account(gateway: Gateway, context: RequestContext, usages: list[pb.Usage], r
     context.completion_tokens = sum(usage.completion_tokens for usage in usages)
     context.cached_tokens = sum(usage.cached_tokens for usage in usages)
     context.finish = reasons[0] if reasons else ""
+    context.span.set({names.FINISH_REASONS: reasons})
     context.receipts = [receipt_dict(usage.receipt) for usage in usages if usage.HasField("receipt")]
     gateway.limiter.charge(context.key, context.completion_tokens)
     metrics, model = gateway.metrics, context.model

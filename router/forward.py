@@ -11,6 +11,7 @@ from typing import cast
 
 import grpc
 
+from router import tracing
 from router.admission import Admission, Grant, Job
 from router.engine import Attempt
 from router.live import LiveConfig
@@ -23,6 +24,7 @@ from router.settings import RouterSettings
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.resume import BrokenStreamError, build_resume, split_events
+from tandem.tracing import NULL_SPAN, Span, names
 
 log = logging.getLogger("router.request")
 
@@ -48,7 +50,14 @@ class Generation:
     """A Generate call. `run` writes the whole answer to the outbox or raises what the client should see."""
 
     def __init__(
-        self, shared: Shared, raw: bytes, request: pb.GenerateRequest, query: Query, job: Job, outbox: Outbox
+        self,
+        shared: Shared,
+        raw: bytes,
+        request: pb.GenerateRequest,
+        query: Query,
+        job: Job,
+        outbox: Outbox,
+        span: Span = NULL_SPAN,
     ) -> None:
         self._shared = shared
         self._raw = raw
@@ -56,6 +65,7 @@ class Generation:
         self._query = query
         self._job = job
         self._outbox = outbox
+        self._span = span
         self._forwarded: list[bytes] = []
         self._kept_size = 0
         self._resumable = True
@@ -112,6 +122,8 @@ class Generation:
         self._shared.metrics.queue.observe(waited)
         self._decision = self._shared.recorder.decided(self._query, grant, self._attempt, self._queued_s)
         self._engine = grant.engine.address
+        if self._span.recording:
+            tracing.attempt(self._span, self._decision, grant, began, waited)
         failure: Failure | None = None
         try:
             failure = await self._try(grant)
@@ -143,7 +155,7 @@ class Generation:
         call = grant.engine.generate(
             self._payload(left),
             timeout=None if left is None else left + DEADLINE_SLACK_S,
-            metadata=grant.engine.metadata(self._request.request_id),
+            metadata=(*grant.engine.metadata(self._request.request_id), *self._span.headers),
         )
         attempt.call = call
         grant.engine.attempts.add(attempt)
@@ -233,7 +245,9 @@ class Generation:
             raise self._gave_up(failure)
         if not self._prepare(failure):
             return False
-        self._shared.metrics.retries.labels("resume" if self._accepted else "retry").inc()
+        kind = "resume" if self._accepted else "retry"
+        self._shared.metrics.retries.labels(kind).inc()
+        self._span.event(kind, {"tandem.lost": self._engine, names.REASON: failure.error.reason})
         log.info(
             "request goes on elsewhere",
             extra={
@@ -344,6 +358,8 @@ class Generation:
         if self._decision is not None:
             self._shared.recorder.finished(self._decision, self.outcome, usage.completion_tokens)
         self._shared.metrics.requests.labels(self.outcome).inc()
+        if self._span.recording:
+            tracing.finished(self._span, self.outcome, self._engine, self._attempt, self._queued_s, self._ttft_s, usage)
         log.info(
             "request",
             extra={

@@ -14,6 +14,7 @@ from pathlib import Path
 from router.server import RouterServer, is_local
 from router.settings import RouterSettings
 from tandem import logs
+from tandem.settings import SettingsError
 
 log = logging.getLogger("router")
 
@@ -53,6 +54,9 @@ def _run_one(settings: RouterSettings, reuse_port: bool) -> int:
     except OSError as error:
         log.error(str(error))
         return 1
+    except SettingsError as error:
+        log.error(str(error))
+        return 2
 
 
 async def _serve(settings: RouterSettings, token: str, reuse_port: bool) -> int:

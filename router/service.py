@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from router import tracing
 from router.admission import Admission, Job
 from router.engine import cancel_quietly
 from router.fleet import Fleet
@@ -25,6 +26,7 @@ from router.settings import RouterSettings
 from tandem.block_hash import hash_chain
 from tandem.errors import TandemError, abort, invalid
 from tandem.inference.v1 import inference_pb2 as pb
+from tandem.tracing import NULL_SPAN, NULL_TRACER, Span, Tracer, grpc_status, names
 
 log = logging.getLogger("router.service")
 
@@ -43,12 +45,14 @@ class InferenceServicer:
         metrics: RouterMetrics,
         token: str = "",
         trusted: bool = True,
+        tracer: Tracer = NULL_TRACER,
     ) -> None:
         # Tenant and raised priority are believed only from callers that showed the token or sit on this machine.
         self._trusted = trusted
         self.fleet = fleet
         self.settings = settings
         self._token = token
+        self._tracer = tracer
         self.admission = Admission(fleet, settings)
         self.recorder = Recorder(settings.recorder_size, settings.recorder_file)
         self.shared = Shared(
@@ -95,20 +99,27 @@ class InferenceServicer:
         task = asyncio.current_task()
         assert task is not None
         self.live.add(task)
+        span = self._tracer.serve("route", context.invocation_metadata)
         try:
-            await self._generate(raw, context)
+            await self._generate(raw, context, span)
+            grpc_status.done(span)
         except TandemError as error:
+            grpc_status.failed(span, error)
             await abort(context, error)
         except grpc.aio.AioRpcError as error:
+            grpc_status.failed(span, TandemError.from_rpc(error))
             await _pass_on(context, error)
         except asyncio.CancelledError:
             if self.draining and not context.cancelled():
+                grpc_status.failed(span, _draining())
                 await abort(context, _draining())
+            grpc_status.cancelled(span)
             raise
         finally:
+            span.end()
             self.live.discard(task)
 
-    async def _generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def _generate(self, raw: bytes, context: grpc.aio.ServicerContext, span: Span) -> None:
         arrival = time.monotonic()
         self._check_caller(context)
         try:
@@ -118,6 +129,8 @@ class InferenceServicer:
         extra = self._complete(request, context)
         if extra:
             raw += extra
+        if span.recording:
+            tracing.request(span, f"{SERVICE}/Generate", request)
         self.shared.crashes.check(request)
         query = make_query(request)
         model = self.fleet.resolve(request.model)
@@ -125,7 +138,7 @@ class InferenceServicer:
         job = self._job(request, query, model, arrival, context)
         outbox = Outbox(context.write, self.settings.stream_buffer_bytes, self.pace)
         writer = asyncio.create_task(outbox.run())
-        generation = Generation(self.shared, raw, request, query, job, outbox)
+        generation = Generation(self.shared, raw, request, query, job, outbox, span)
         try:
             await generation.run()
             outbox.close()
@@ -216,16 +229,29 @@ class InferenceServicer:
     # -- the rest
 
     async def embed(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        span = self._tracer.serve("route", context.invocation_metadata)
         try:
             self._check_caller(context)
             request = pb.EmbedRequest.FromString(raw)
+            if span.recording:
+                tracing.request(span, f"{SERVICE}/Embed", request)
             model = self.fleet.resolve(request.model)
             query = Query(request.request_id, sum(len(item.ids) for item in request.inputs))
-            return await self._unary("embed", raw, model, query, context)
+            answer = await self._unary("embed", raw, model, query, context, span)
+            grpc_status.done(span)
+            return answer
         except DecodeError as error:
-            await abort(context, TandemError("INVALID_FIELD", f"the request does not parse: {error}"))
+            unread = TandemError("INVALID_FIELD", f"the request does not parse: {error}")
+            grpc_status.failed(span, unread)
+            await abort(context, unread)
         except TandemError as error:
+            grpc_status.failed(span, error)
             await abort(context, error)
+        except asyncio.CancelledError:
+            grpc_status.cancelled(span)
+            raise
+        finally:
+            span.end()
 
     async def get_tokenizer(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
@@ -238,7 +264,13 @@ class InferenceServicer:
             await abort(context, error)
 
     async def _unary(
-        self, method: str, raw: bytes, model: str, query: Query, context: grpc.aio.ServicerContext
+        self,
+        method: str,
+        raw: bytes,
+        model: str,
+        query: Query,
+        context: grpc.aio.ServicerContext,
+        span: Span = NULL_SPAN,
     ) -> bytes:
         """One call to the least loaded engine, and to another one if that is unavailable."""
         left = context.time_remaining()
@@ -246,14 +278,18 @@ class InferenceServicer:
         for last in (False,) * (UNARY_TRIES - 1) + (True,):
             grant = await self.admission.acquire(job)
             try:
+                span.event("attempt", {names.ENGINE: grant.engine.address})
                 call = getattr(grant.engine, method)(
-                    raw, timeout=context.time_remaining(), metadata=grant.engine.metadata(query.request_id)
+                    raw,
+                    timeout=context.time_remaining(),
+                    metadata=(*grant.engine.metadata(query.request_id), *span.headers),
                 )
                 answer = await call
                 grant.engine.succeeded()
                 return answer
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE or last:
+                    grpc_status.failed(span, TandemError.from_rpc(error))
                     await _pass_on(context, error)
                 grant.engine.failed(error.details() or "")
                 job.avoid = job.avoid | {grant.engine.address}

@@ -8,12 +8,12 @@ from pydantic import Field, field_validator
 
 from router.discovery import parse_engines
 from tandem.rpc import check_address
-from tandem.settings import Settings
+from tandem.settings import TracedSettings
 
 POLICIES = ("round_robin", "least_load", "consistent_hash", "prefix_approx", "prefix_exact")
 
 
-class RouterSettings(Settings):
+class RouterSettings(TracedSettings):
     """Where the router listens, which engines it uses and how it chooses among them."""
 
     service: ClassVar[str] = "router"

@@ -11,8 +11,9 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 ENV_PREFIX = "TANDEM_"
 
@@ -29,6 +30,42 @@ class Settings(BaseModel):
     service: ClassVar[str] = ""
 
     log_level: str = Field("info", description="debug, info, warning or error", pattern="^(debug|info|warning|error)$")
+
+
+class TracedSettings(Settings):
+    """Settings of a service whose requests can be traced (OpenTelemetry)."""
+
+    otlp_endpoint: str = Field(
+        "",
+        description="where traces go (OTLP), such as http://host:4317; empty: OTEL_EXPORTER_OTLP_ENDPOINT, else off",
+    )
+    otlp_protocol: str = Field(
+        "",
+        description="grpc or http/protobuf; empty: OTEL_EXPORTER_OTLP_PROTOCOL, or grpc",
+        pattern="^(grpc|http/protobuf)?$",
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="share of requests that are traced, unless their traceparent has decided already"
+    )
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _otlp_endpoint(cls, value: str) -> str:
+        """An absolute http or https URL. Credentials belong into OTEL_EXPORTER_OTLP_HEADERS, which nobody prints."""
+        if not value:
+            return value
+        try:
+            parts = urlsplit(value)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError("http://host:port or https://host:port is needed")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError(
+                "no user, password, query or fragment may be in it; tokens go into OTEL_EXPORTER_OTLP_HEADERS"
+            )
+        return value
 
 
 S = TypeVar("S", bound=Settings)

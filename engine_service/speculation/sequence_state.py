@@ -98,6 +98,7 @@ class SequenceState:
         if self.told == 0:
             message.prompt_len = self.sequence.prompt_len
             message.salt = self.salt
+            message.traceparent = self.sequence.trace
             message.sampling.CopyFrom(sampling_message(self.sequence.params, self.sequence.choice))
         self.told = len(tokens)
         if want:

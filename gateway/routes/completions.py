@@ -123,7 +123,7 @@ async def prepare(request: Request, gateway: Gateway, context: RequestContext, b
             prompt_logprobs=_wanted_prompt_logprobs(body),
             structured=structured,
         )
-        jobs.append(PromptJob(kept, echo, Generation(gateway.client, made)))
+        jobs.append(PromptJob(kept, echo, Generation(gateway.client, made, context.span)))
     admit(gateway, context, info, sum(len(job.ids) for job in jobs))
     return CompletionJob(body, body.model or info.name, info, loaded, jobs, int(time.time()), new_id("cmpl"))
 

@@ -62,7 +62,8 @@ async def embeddings(request: Request) -> Response:
     total = sum(len(item.ids) for item in message.inputs)
     admit(gateway, context, info, total)
     limit = timeout_ms(request, gateway)
-    answer = await run_plain(request, gateway, lambda: gateway.client.embed(message, limit / 1000 if limit else None))
+    limit_s = limit / 1000 if limit else None
+    answer = await run_plain(request, gateway, lambda: gateway.client.embed(message, limit_s, context.span))
     account(gateway, context, [pb.Usage(prompt_tokens=answer.prompt_tokens)], ["stop"])
     as_base64 = body.encoding_format == "base64"
     data = [
