@@ -48,7 +48,7 @@ class RouterServer:
         """Raises SettingsError if traces are asked for and cannot be made."""
         self.settings = settings
         self.metrics = RouterMetrics()
-        self.tracer = open_tracer(settings, "router", settings.listen)
+        self.tracer = open_tracer(settings, "router")
         self.tracer.watch(self.metrics.registry)
         self.fleet = Fleet(settings, token, resolver)
         self.inference = InferenceServicer(
