@@ -54,20 +54,24 @@ def _keep(runs: Runs, server: str, result: Result) -> None:
 
 
 def one_turn(server: servers.Server, port: int, options: argparse.Namespace, tokenizer: Tokenizer, runs: Runs) -> None:
-    """Starts one server, runs every workload on it once, and stops it."""
-    with tempfile.TemporaryDirectory() as folder, servers.started(server, port, Path(folder) / "log") as running:
-        client = Client(running.url, server.model or _model(running.url), server.extra)
-        prompts = Prompts(tokenizer, f"{time.time_ns()}")
-        asyncio.run(client.many([prompts.text(64, "warm")], 8, 1))
-        cell = runs.setdefault(server.name, {}).setdefault("stack", {})
-        cell.setdefault("ready_s", []).append(running.ready_s)
-        cell.setdefault("rest_pss_mib", []).append(running.pss_mib())
-        for workload in options.workloads:
-            result = asyncio.run(run(workload, client, prompts, options.scale))
-            _keep(runs, server.name, result)
-            shown = ", ".join(f"{key} {value:.1f}" for key, value in result.values.items())
-            print(f"  {server.name:18} {workload:4} {shown}", flush=True)
-        cell.setdefault("loaded_pss_mib", []).append(running.pss_mib())
+    """Runs every workload on one server once; it is started for them and stopped afterwards."""
+    prompts = Prompts(tokenizer, f"{time.time_ns()}")
+    for command, workloads in server.starts(options.workloads):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            servers.started(server, command, port, Path(folder) / "log") as running,
+        ):
+            client = Client(running.url, server.model or _model(running.url), server.extra)
+            asyncio.run(client.many([prompts.text(64, "warm")], 8, 1))
+            stack = {"ready_s": running.ready_s, "rest_pss_mib": running.pss_mib()}
+            for workload in workloads:
+                result = asyncio.run(run(workload, client, prompts, options.scale))
+                _keep(runs, server.name, result)
+                shown = ", ".join(f"{key} {value:.1f}" for key, value in result.values.items())
+                print(f"  {server.name:18} {workload:4} {shown}", flush=True)
+                if workload == "w2":
+                    stack["loaded_pss_mib"] = running.pss_mib()
+            _keep(runs, server.name, Result("stack", stack))
 
 
 def _model(url: str) -> str:
@@ -89,6 +93,7 @@ def medians(runs: Runs) -> dict[str, dict[str, dict[str, float]]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="name or .gguf file")
+    parser.add_argument("--llama-gguf", type=Path, action="append", default=[], help="more files for llama-server")
     parser.add_argument("--hf-dir", type=Path, help="the same model as a safetensors folder, for vLLM")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -103,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     port = servers.free_port()
     tested = [servers.tandem(options.model, "none", port)]
     if not options.no_peers:
-        tested += servers.peers(path, options.hf_dir, port, options.threads)
+        tested += servers.peers(path, options.llama_gguf, options.hf_dir, port, options.threads)
     limits = roofline.measure(options.threads)
     print(report.roofline_line(limits, path.stat().st_size), flush=True)
     runs: Runs = {}
