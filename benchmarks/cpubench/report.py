@@ -92,6 +92,22 @@ def plot(found: dict[str, Any]) -> str:
     )
 
 
+MARKS = ("<!-- performance -->", "<!-- /performance -->")
+
+
+def linked(page: str, text: str) -> str:
+    """The comparison page with the run's table between its marks. Raises ValueError if the marks are not there."""
+    before, mark, rest = page.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (mark and end):
+        raise ValueError(f"the page has no place between {MARKS[0]} and {MARKS[1]}")
+    table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    source = "From [performance.md](performance.md), which says on what machine, how often, and what its limits are."
+    return f"{before}{mark}\n{source}\n\n{table}\n{end}{after}"
+
+
 def write(folder: Path, text: str, found: dict[str, Any]) -> None:
+    comparison = folder / "comparison.md"
+    comparison.write_text(linked(comparison.read_text(), text))
     (folder / "performance.md").write_text(text + "\n![The table as bars](performance.svg)\n")
     (folder / "performance.svg").write_text(plot(found))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from benchmarks.cpubench.report import MARKS, linked
 from tandem.cli.main import build_app
 from tandem.cli.reference import page
 from tandem.cli.services import SERVICES
@@ -125,3 +126,23 @@ def test_the_check_finds_mistakes() -> None:
 def test_the_configuration_reference_is_what_the_settings_say() -> None:
     current = (ROOT / "docs/configuration.md").read_text()
     assert current == page(), "run: python -m tandem.cli.reference > docs/configuration.md"
+
+
+def test_the_comparison_has_a_place_for_a_run_and_keeps_it() -> None:
+    page = (ROOT / "docs/comparison.md").read_text()
+    written = linked(page, "# Performance\n\n| server | W1 |\n|---|---|\n| tandem | 1.0 |\n\nW1 reaches 1%.\n")
+    assert "[performance.md](performance.md)" in written and "\n| tandem | 1.0 |\n" in written
+    assert "No run is recorded" not in written and "W1 reaches" not in written
+    again = linked(written, "| server |\n")
+    assert again.endswith(page[page.index(MARKS[1]) :]) and "| tandem | 1.0 |" not in again
+    with pytest.raises(ValueError, match="no place"):
+        linked("# Comparison\n", "| server |\n")
+
+
+def test_every_service_has_a_page_and_the_readme_leads_to_all_pages() -> None:
+    for service in SERVICES:
+        if service != "serve":
+            assert (ROOT / f"docs/{service}.md").exists(), service
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/comparison.md").read_text()
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.name in text, f"no way leads to docs/{path.name}"
