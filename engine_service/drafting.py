@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from engine_service.grammar import GrammarMatcher
 from engine_service.plan import Entry
 from engine_service.requests import Choice
@@ -73,14 +75,16 @@ class Drafting:
         matcher = self._matcher(choice)
         return tuple(ids if matcher is None else ids[: matcher.valid_prefix(ids)])
 
-    def distribute(self, piece: Slice) -> None:
-        """Adds the drafts' distributions to the runner's order, if they have any."""
+    def complete(self, piece: Slice) -> None:
+        """Adds to the runner's order what speculation needs: the drafts' distributions, and hidden states back."""
+        piece.hidden = piece.sample and self._speculation.wants_hidden()
         draft = self._drafts.get(piece.sequence.id)
         if piece.drafts and draft is not None and draft.distributions is not None:
             piece.distributions = draft.distributions[: len(piece.drafts)]
 
-    def observe(self, entry: Entry, ids: list[int], accepted: int) -> None:
-        """What a step committed for a choice: ids, of which the first `accepted` were drafts."""
+    def observe(self, entry: Entry, ids: list[int], accepted: int, hidden: np.ndarray | None = None) -> None:
+        """What a step committed for a choice: ids, of which the first `accepted` were drafts; hidden: fp32 [rows,
+        hidden_size], the states of its sampled rows if they were asked for."""
         request, proposed = entry.choice.request, len(entry.drafts)
         draft = self._drafts.get(entry.choice.sequence.id)
         proposer = draft.proposer if draft is not None and proposed else ""
@@ -89,6 +93,9 @@ class Drafting:
         if accepted:
             request.accepted_by_proposer[proposer] = request.accepted_by_proposer.get(proposer, 0) + accepted
         self._speculation.observe(entry.choice.sequence.id, proposer, proposed, accepted, ids)
+        if hidden is not None:
+            # States of rejected drafts stay behind.
+            self._speculation.keep_hidden(entry.choice.sequence.id, hidden[len(ids) - 1])
 
     def step_done(self, rows: int, prefill: int, step_ms: float) -> None:
         """What a step cost: rows sampled, prompt tokens, milliseconds. Call it when its tokens are committed."""

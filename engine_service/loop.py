@@ -214,7 +214,7 @@ class StepLoop:
         slices: list[Slice | None] = []
         for entry in plan.entries:
             piece = entry.to_slice()
-            self._drafting.distribute(piece)
+            self._drafting.complete(piece)
             matcher = self._matcher(entry.choice)
             if matcher is not None and entry.samples:
                 try:
@@ -253,6 +253,7 @@ class StepLoop:
         self.scheduler.commit(entry, settled.ids, accepted, settled.finish is not None)
         if settled.ids:
             self._account(entry, settled.ids, accepted, now)
+            self._drafting.observe(entry, settled.ids, accepted, out.hidden)
         if settled.ids or settled.finish is not None:
             scores = out.scores[: len(settled.ids)] if out.scores is not None else None
             update = ChoiceUpdate(index, settled.ids, scores, accepted, settled.text, settled.finish)
@@ -275,7 +276,6 @@ class StepLoop:
             request.first_token = now
         request.last_token = now
         self.stats.committed(len(ids), len(entry.drafts), accepted)
-        self._drafting.observe(entry, ids, accepted)
 
     # Reports
 

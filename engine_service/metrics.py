@@ -191,6 +191,9 @@ def _speculation(stats: SpeculationStats, model: str) -> Iterator[Metric]:
         ("resyncs", "Sequences told anew.", stats.resyncs),
         ("bad_proposals", "Malformed proposals, and sequences that the draft refused.", stats.bad),
         ("stale_proposals", "Proposals that no longer fitted.", stats.stale),
+        ("head_calls", "Steps in which the head drafted.", stats.head.calls),
+        ("head_tokens", "Tokens that the head drafted, verified or not.", stats.head.drafted),
+        ("head_seconds", "Time that the head took.", stats.head.spent_us / 1e6),
         ("errors", "Own errors that cost drafts; each is a bug.", stats.errors),
     ):
         yield _counter(f"tandem_speculation_{name}", doc, value, labels)

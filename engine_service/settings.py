@@ -68,10 +68,14 @@ class EngineSettings(TracedSettings):
     stream_buffer_bytes: int = Field(4_194_304, ge=1024, description="unread output per stream before it is dropped")
 
     # Speculation.
-    draft: str = Field("", description="address of the draft service; empty: no speculation")
+    draft: str = Field("", description="address of the draft service; empty: none")
+    head: str = Field(
+        "none",
+        description="draft head: auto (the shipped one that was trained for this very model, if any), none or a file",
+    )
     draft_timeout_ms: float = Field(2.0, gt=0, description="longest wait for drafts in a step")
     max_drafts: int = Field(16, ge=0, le=32, description="most drafted tokens per sequence and step")
-    draft_max_batch: int = Field(16, ge=1, description="no drafts are asked for when more sequences decode")
+    draft_max_batch: int = Field(16, ge=1, description="no drafts are sought when more sequences decode")
     draft_stall_s: float = Field(
         1.0, gt=0, description="seconds without an answer after which the draft is reconnected"
     )

@@ -48,6 +48,14 @@ class SpeculationController(Protocol):
         """What a step committed for a sequence. proposer is "" and proposed 0 if it ran without drafts."""
         ...
 
+    def wants_hidden(self) -> bool:
+        """Whether the coming step should give hidden states of what it samples."""
+        ...
+
+    def keep_hidden(self, sequence_id: int, hidden: np.ndarray) -> None:
+        """After `observe`: the state, fp32 [hidden_size], whose logits gave the sequence's last token."""
+        ...
+
     def started(self, sequence: Sequence, salt: str) -> None:
         """A sequence was admitted. The controller may read sequence.token_ids later; it may not change it."""
         ...
@@ -72,6 +80,12 @@ class NullSpeculation:
         return {}
 
     def observe(self, sequence_id: int, proposer: str, proposed: int, accepted: int, committed_ids: list[int]) -> None:
+        pass
+
+    def wants_hidden(self) -> bool:
+        return False
+
+    def keep_hidden(self, sequence_id: int, hidden: np.ndarray) -> None:
         pass
 
     def started(self, sequence: Sequence, salt: str) -> None:

@@ -230,6 +230,31 @@ class DraftClient:
             self._condition.notify_all()
 
 
+class NoClient:
+    """Stands for a client where no draft service is named: never connected, never asked."""
+
+    connected = idle = False
+    generation = 0
+
+    def __init__(self) -> None:
+        self.stats = ClientStats()
+
+    def ask(self, question: pb.ProposeRequest) -> bool:
+        return False
+
+    def take(self, timeout_s: float) -> pb.ProposeResponse | None:
+        return None
+
+    def remaining_ms(self) -> float:
+        return 0.0
+
+    def break_off(self, reason: str) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
 def _until_none(questions: queue.SimpleQueue[pb.ProposeRequest | None]) -> Iterator[pb.ProposeRequest]:
     while (question := questions.get()) is not None:
         yield question

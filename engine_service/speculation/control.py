@@ -266,8 +266,9 @@ class AskPolicy:
         self.skipped = 0
         self.questions += 1
 
-    def learn(self, used: int, pays: bool) -> None:
-        """The last question brought `used` accepted drafts; pays: the average is worth the cost of asking."""
+    def learn(self, used: float, pays: bool) -> None:
+        """The last question brought `used` accepted drafts (beyond what the head would have); pays: the average is
+        worth the cost of asking."""
         rate = max(0.15, 1 / (1 + self.questions))
         self.gain += rate * (min(used, self.MAX_GAIN) - self.gain)
         if used > 0 or pays:

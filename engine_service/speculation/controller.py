@@ -1,4 +1,5 @@
-"""Speculation as the step loop uses it: asks the draft service, keeps its answers, decides how much of them to run.
+"""Speculation as the step loop uses it: asks the draft service, keeps its answers, drafts with the head where that is
+better, and decides how many drafts to run.
 
 Order of calls in a step: `propose` before planning; after the step `observe` per sequence, `finished` for those that
 ended, then `step_done`, which already asks for the next step, so that the answer travels while the loop does its own
@@ -7,7 +8,9 @@ bookkeeping. All calls come from one thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import secrets
 import time
 from collections.abc import Callable
@@ -17,11 +20,14 @@ from typing import TypeVar
 import numpy as np
 
 from engine_service.speculation import MAX_DRAFTS, Draft, NullSpeculation, SpecCandidate, SpeculationController
-from engine_service.speculation.client import DraftClient
+from engine_service.speculation.client import DraftClient, NoClient
 from engine_service.speculation.control import Acceptance, LengthControl, Offer
+from engine_service.speculation.head import NAME as HEAD
+from engine_service.speculation.head import HeadSource, HeadState
 from engine_service.speculation.sequence_state import Kept, SequenceState, sampling_message
 from engine_service.speculation.stats import SpeculationStats
 from tandem.draft.v1 import draft_pb2 as pb
+from tandem.lm.proposers.head import HeadProposer, HeadRun
 from tandem.lm.types import Sequence
 
 log = logging.getLogger(__name__)
@@ -59,9 +65,15 @@ class SpeculationOptions:
 
 
 class DraftSpeculation:
-    """Drafts from a draft service. Fails open: without an answer in time there are no drafts in this step."""
+    """Drafts from a draft service, a head, or both. Fails open: without an answer in time there are none of it."""
 
-    def __init__(self, client: DraftClient, options: SpeculationOptions | None = None, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        client: DraftClient | NoClient,
+        options: SpeculationOptions | None = None,
+        epoch: int = 0,
+        head: HeadProposer | None = None,
+    ) -> None:
         """epoch: of the engine process; 0 draws one."""
         self._client = client
         self._options = options or SpeculationOptions()
@@ -80,6 +92,7 @@ class DraftSpeculation:
         self._waited_ms = 0.0
         self.control = LengthControl()
         self.stats = SpeculationStats(client.stats)
+        self.head = HeadSource(head, self.stats.head, self._options.max_drafts) if head is not None else None
 
     # What the step loop calls.
 
@@ -105,14 +118,26 @@ class DraftSpeculation:
             self.stats.proposer(proposer).add(proposed, accepted)
         state = self._sequences.get(sequence_id)
         if state is not None:
-            if state.kept is not None and not state.kept.late:
+            if state.kept is not None and not state.kept.late and proposer == state.kept.proposer:
                 state.kept.used += accepted
+                state.kept.steps += proposed > 0
             self._align(state)
+            if self.head is not None:
+                self.head.align(state.head, state.sequence, proposed if proposer == HEAD else 0)
+
+    def wants_hidden(self) -> bool:
+        return self.head is not None and self._load <= self._options.max_batch
+
+    def keep_hidden(self, sequence_id: int, hidden: np.ndarray) -> None:
+        state = self._sequences.get(sequence_id)
+        if state is not None and self.head is not None:
+            self.head.keep(state.head, state.sequence, hidden)
 
     def step_done(self, batch_rows: int, prefill_tokens: int, step_ms: float) -> None:
-        """`step_ms` may contain the wait for drafts that `propose` made; it is taken off."""
+        """`step_ms` contains the wait for drafts that `propose` made, and the head's time: they are taken off."""
+        spent_ms = self._waited_ms + (self.head.take_spent_ms() if self.head is not None else 0.0)
         if not prefill_tokens:
-            self.control.learn(batch_rows, step_ms - self._waited_ms)
+            self.control.learn(batch_rows, step_ms - spent_ms)
         self._waited_ms = 0.0
         if self._worthwhile():
             self._guarded(self._ask_ahead)
@@ -131,7 +156,7 @@ class DraftSpeculation:
             if self.stats.errors <= 3:
                 log.exception("speculation failed: going on without drafts")
             for state in self._sequences.values():
-                state.told, state.kept = 0, None
+                state.told, state.kept, state.head = 0, None, HeadState()
             return None
 
     @property
@@ -180,23 +205,65 @@ class DraftSpeculation:
         return self._choose(wishes)
 
     def _choose(self, wishes: list[tuple[SequenceState, int]]) -> dict[int, Draft]:
-        offers = []
+        offers: list[Offer] = []
+        others: list[tuple[SequenceState, int]] = []
         for state, most in wishes:
+            chances: tuple[float, ...] = ()
             if state.kept is not None:
                 chances = state.chances(most, self._prior.setdefault(state.kept.proposer, Acceptance()))
+            if self._head_yield(state) > sum(itertools.accumulate(chances, operator.mul)):
+                others.append((state, most))
+            elif chances:
                 offers.append(Offer(state.sequence.id, chances))
+        runs = self._run_head(others) if others or not offers else {}
+        offers += [
+            Offer(identity, self.head.chances(run, self._sequences[identity].head))
+            for identity, run in runs.items()
+            if self.head is not None and run.ids
+        ]
         lengths = self.control.allocate(self._batch, offers) if offers else {}
         if lengths:
             self.stats.steps_with_drafts += 1
-        return {identity: self._draft(self._sequences[identity], count) for identity, count in lengths.items()}
+        return {
+            identity: _head_draft(runs[identity], count)
+            if identity in runs
+            else self._draft(self._sequences[identity], count)
+            for identity, count in lengths.items()
+        }
+
+    def _head_yield(self, state: SequenceState) -> float:
+        """Tokens that the head should add to the next step of a sequence, less its cost; 0: it does not pay."""
+        if self.head is None:
+            return 0.0
+        return self.head.yields(state.head, state.sequence, max(1, self._batch), self.control.cost)
+
+    def _run_head(self, wishes: list[tuple[SequenceState, int]]) -> dict[int, HeadRun]:
+        """Drafts of the head by sequence id."""
+        if self.head is None:
+            return {}
+        asked = [(state.head, state.sequence, most) for state, most in wishes]
+        depths = self.head.plan(asked, self._batch, self.control.cost)
+        chosen = [
+            (state, (state.head, state.sequence, depth))
+            for (state, _), depth in zip(wishes, depths, strict=True)
+            if depth > 0
+        ]
+        if not chosen:
+            return {}
+        rejection = [self._by_rejection(state) for state, _ in chosen]
+        runs = self.head.draft([wish for _, wish in chosen], self._batch, self.control.cost, rejection)
+        return {state.sequence.id: run for (state, _), run in zip(chosen, runs, strict=True)}
+
+    def _by_rejection(self, state: SequenceState) -> bool:
+        """A grammar cuts drafts by what they are, which rejection does not allow: such output is kept while equal."""
+        return self._options.rejection and not state.sequence.params.greedy and not state.constrained
 
     def _draft(self, state: SequenceState, count: int) -> Draft:
         """The first `count` kept drafts, with distributions where they are to be verified by rejection."""
         kept = state.kept
         assert kept is not None
         ids = kept.ids[:count]
-        # A grammar cuts drafts by what they are, which rejection does not allow: such output is kept while equal.
-        if not self._options.rejection or state.sequence.params.greedy or state.constrained:
+        if not self._by_rejection(state):
             return Draft(ids, kept.proposer)
         if kept.distributions is not None:
             return Draft(ids, kept.proposer, kept.distributions[:count])
@@ -208,9 +275,10 @@ class DraftSpeculation:
         if state.kept is not None:
             ended = state.align(self._prior.setdefault(state.kept.proposer, Acceptance()))
             if ended is not None:
-                self._ended(state, ended.used)
+                # What the head would have brought in those steps was not won by asking.
+                self._ended(state, max(0.0, ended.used - ended.steps * self._head_yield(state)))
 
-    def _ended(self, state: SequenceState, used: int) -> None:
+    def _ended(self, state: SequenceState, used: float) -> None:
         """An answer is used up or was of no use: was the question worth asking?"""
         pays = state.policy.gain * self.control.token_ms(max(1, self._batch)) > _MESSAGE_MS
         state.policy.learn(used, pays)
@@ -280,7 +348,8 @@ class DraftSpeculation:
         """Waits for the pending answer as long as what it should bring to `states` is worth more than the wait."""
         if not states or self._client.idle or self._waited_for == self._client.stats.questions:
             return
-        worth = sum(min(state.policy.gain, 4.0) for state in states) * self.control.token_ms(self._batch)
+        tokens = sum(max(0.0, min(state.policy.gain, 4.0) - self._head_yield(state)) for state in states)
+        worth = tokens * self.control.token_ms(self._batch)
         if worth <= max(self._client.remaining_ms(), _MESSAGE_MS):
             return
         # Nobody waits twice for one answer.
@@ -356,6 +425,10 @@ class DraftSpeculation:
         return Kept(proposal.base_len, ids, proposal.proposer[:32], confidence, distributions)
 
 
+def _head_draft(run: HeadRun, count: int) -> Draft:
+    return Draft(tuple(run.ids[:count]), HEAD, tuple(run.distributions[:count]) if run.rejection else None)
+
+
 def _distributions(proposal: pb.Proposal, vocab: int) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
     """Each draft's sparse distribution: int64 ids and fp32 probabilities that sum to 1. None if any is malformed."""
     if len(proposal.distributions) != len(proposal.draft_ids):
@@ -378,8 +451,8 @@ def _distributions(proposal: pb.Proposal, vocab: int) -> tuple[tuple[np.ndarray,
     return tuple(result)
 
 
-def connect(settings: object, vocab_size: int = 0) -> SpeculationController:
-    """The controller that the engine's settings ask for: none without a draft address.
+def connect(settings: object, vocab_size: int = 0, head: HeadProposer | None = None) -> SpeculationController:
+    """The controller that the engine's settings ask for: none without a draft address and a head.
 
     Reads these settings: draft, draft_timeout_ms, draft_max_batch, max_drafts, verification, draft_stall_s.
 
@@ -387,7 +460,7 @@ def connect(settings: object, vocab_size: int = 0) -> SpeculationController:
         ValueError: the address is malformed.
     """
     address = getattr(settings, "draft", "")
-    if not address:
+    if not address and head is None:
         return NullSpeculation()
     defaults = SpeculationOptions()
     options = SpeculationOptions(
@@ -398,4 +471,5 @@ def connect(settings: object, vocab_size: int = 0) -> SpeculationController:
         vocab_size=vocab_size,
         stall_s=float(getattr(settings, "draft_stall_s", defaults.stall_s)),
     )
-    return DraftSpeculation(DraftClient(address, stall_s=options.stall_s), options)
+    client = DraftClient(address, stall_s=options.stall_s) if address else NoClient()
+    return DraftSpeculation(client, options, head=head)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine_service.speculation.control import Acceptance, AskPolicy
+from engine_service.speculation.head import HeadState
 from tandem.draft.v1 import draft_pb2 as pb
 from tandem.lm.types import SamplingParams, Sequence
 
@@ -28,6 +29,8 @@ class Kept:
     # waiting for it would have brought them.
     used: int = 0
     late: bool = False
+    # Steps that ran its drafts.
+    steps: int = 0
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class SequenceState:
     kept: Kept | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     policy: AskPolicy = field(default_factory=AskPolicy)
+    head: HeadState = field(default_factory=HeadState)
     # The draft refused it: never ask again.
     refused: bool = False
     # A grammar rules its output.

@@ -35,10 +35,20 @@ class ProposerStats:
 
 
 @dataclass(slots=True)
+class HeadStats:
+    """What the head has done: calls (one per step that drafts with it), drafted tokens, time."""
+
+    calls: int = 0
+    drafted: int = 0
+    spent_us: float = 0.0
+
+
+@dataclass(slots=True)
 class SpeculationStats:
     """Since the start of the engine."""
 
     client: ClientStats
+    head: HeadStats = field(default_factory=HeadStats)
     proposers: dict[str, ProposerStats] = field(default_factory=dict)
     # Steps for which drafts were sought, and those that ran with at least one.
     steps: int = 0

@@ -74,6 +74,18 @@ class Model(Protocol):
         ...
 
 
+class GivesHidden(Protocol):
+    """What a model has besides if a head may draft from its hidden states."""
+
+    def logits_and_hidden(self, batch: StepBatch, kv: KV) -> tuple[np.ndarray, np.ndarray]:
+        """Both from one pass, each as its own method gives it, bit for bit."""
+        ...
+
+    def embedding_rows(self, ids: list[int]) -> np.ndarray:
+        """Input embeddings as stored, without the model's multiplier, fp32 [len(ids), hidden_size]."""
+        ...
+
+
 def slice_tokens(item: Slice) -> list[int]:
     """Tokens whose KV a slice computes: the sequence's part, then drafts."""
     committed = item.sequence.token_ids[item.start : item.start + item.count]

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from tandem.lm import loading, memory, rejection
-from tandem.lm.batch import KV, build_batch
+from tandem.lm.batch import KV, GivesHidden, build_batch
 from tandem.lm.embedding import embed
 from tandem.lm.processors import Row
 from tandem.lm.runner_settings import RunnerSettings
@@ -74,6 +74,7 @@ class ModelRunner:
             threads=loaded.threads,
             workspace_bytes=workspace,
             base_bytes=start.base,
+            gives_hidden=getattr(loaded.model, "gives_hidden", False),
         )
 
     def _budget(self, loaded: loading.Loaded, start: Start, max_rows: int) -> tuple[int, int]:
@@ -118,18 +119,24 @@ class ModelRunner:
             stop = min(start + _PROMPT_TILE, end)
             ids = sequence.token_ids[start + 1 : min(stop + 1, sequence.prompt_len)]
             part = replace(item, start=start, count=stop - start, drafts=(), sample=False, mask=None)
-            logits = _host(self._logits([part], np.arange(len(ids))))
+            logits = _host(self._logits([part], np.arange(len(ids)))[0])
             output.prompt_scores += self._scores(logits, ids, [alternatives] * len(ids))
         # The last row once more, for its sample: it writes the same KV.
         return replace(item, start=end - 1, count=1)
 
-    def _logits(self, slices: list[Slice], rows: np.ndarray) -> Any:
+    def _logits(self, slices: list[Slice], rows: np.ndarray) -> tuple[Any, np.ndarray | None]:
         """Runs a forward pass.
 
-        Raw fp32 logits [len(rows), vocab] of rows of the flattened step, as the sampler reads.
+        Raw fp32 logits [len(rows), vocab] of rows of the flattened step, as the sampler reads; final hidden states
+        fp32 [len(rows), hidden_size] if a slice asks for them.
         """
         batch = build_batch(slices, rows, self.spec.block_size, self.spec.num_blocks)
-        return self._forward(batch, self._kv)[:, : self.spec.vocab_size]
+        if not any(item.hidden for item in slices):
+            return self._forward(batch, self._kv)[:, : self.spec.vocab_size], None
+        if not self.spec.gives_hidden:
+            raise ValueError(f"hidden states were asked for, but {self.spec.kernel_path} gives none")
+        logits, hidden = cast(GivesHidden, self._model).logits_and_hidden(batch, self._kv)
+        return logits[:, : self.spec.vocab_size], hidden
 
     def _step(self, slices: list[Slice], outputs: list[SliceOutput]) -> None:
         """One forward pass for all slices; samples those that ask for it."""
@@ -143,7 +150,7 @@ class ModelRunner:
                 rows += _rows_of(item)
                 wanted += range(base + item.count - 1, base + item.count + len(item.drafts))
             base += item.count + len(item.drafts)
-        logits = self._logits(slices, np.asarray(wanted, dtype=np.int64))
+        logits, hidden = self._logits(slices, np.asarray(wanted, dtype=np.int64))
         if not rows:
             return
         sampled = self._sampler.sample(logits, rows)
@@ -152,6 +159,8 @@ class ModelRunner:
             if not item.sample:
                 continue
             stop = first + 1 + len(item.drafts)
+            if item.hidden and hidden is not None:
+                output.hidden = hidden[first:stop]
             if item.distributions is None:
                 _verify(item, sampled.ids[first:stop], sampled.errors, first, output)
             else:
@@ -177,6 +186,18 @@ class ModelRunner:
         return embed(
             self._model, self._new_kv, prompts, pooling, normalize, self.spec, self._settings.max_num_batched_tokens
         )
+
+    def embedding_rows(self, ids: list[int]) -> np.ndarray:
+        """Input embeddings as the model stores them, fp32 [len(ids), hidden_size].
+
+        Raises:
+            ValueError: an id that the model does not know, or a model that does not give its embeddings.
+        """
+        if not self.spec.gives_hidden:
+            raise ValueError(f"embedding rows were asked for, but {self.spec.kernel_path} gives none")
+        if ids and not 0 <= min(ids) <= max(ids) < self.spec.vocab_size:
+            raise ValueError(f"ids run from {min(ids)} to {max(ids)}, but the vocabulary has {self.spec.vocab_size}")
+        return cast(GivesHidden, self._model).embedding_rows(ids)
 
     def forget(self, sequence_id: int) -> None:
         """Drops what is held about a sequence that has ended."""

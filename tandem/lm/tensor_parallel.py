@@ -139,6 +139,8 @@ class _SharedKV:
 class TensorParallelModel:
     """Model on rank 0. Implements tandem.lm.batch.Model."""
 
+    gives_hidden = True
+
     def __init__(self, local: NativeModel, size: int, processes: list[Any]) -> None:
         self._local, self._processes = local, processes
         self._next, self._live = 0, list[int]()
@@ -163,16 +165,23 @@ class TensorParallelModel:
         _send(_Command("new_kv", number, arguments))
         return _SharedKV(number, self._local.new_kv(*arguments))
 
-    def _run(self, name: str, batch: StepBatch, kv: KV) -> np.ndarray:
+    def _run(self, name: str, batch: StepBatch, kv: KV) -> Any:
         shared = cast(_SharedKV, kv)
         _send(_Command(name, shared.number, (batch,)))
         return getattr(self._local, name)(batch, shared.local)
 
     def logits(self, batch: StepBatch, kv: KV) -> np.ndarray:
-        return self._run("logits", batch, kv)
+        return cast(np.ndarray, self._run("logits", batch, kv))
 
     def hidden(self, batch: StepBatch, kv: KV) -> np.ndarray:
-        return self._run("hidden", batch, kv)
+        return cast(np.ndarray, self._run("hidden", batch, kv))
+
+    def logits_and_hidden(self, batch: StepBatch, kv: KV) -> tuple[np.ndarray, np.ndarray]:
+        return cast(tuple[np.ndarray, np.ndarray], self._run("logits_and_hidden", batch, kv))
+
+    def embedding_rows(self, ids: list[int]) -> np.ndarray:
+        # Every rank has the whole table.
+        return self._local.embedding_rows(ids)
 
     def close(self) -> None:
         """Ends the other ranks."""

@@ -82,6 +82,8 @@ class Slice:
     score_prompt: bool = False
     # Sparse draft distributions, one per draft: (ids, probabilities). Not None: verify by rejection.
     distributions: tuple[tuple[np.ndarray, np.ndarray], ...] | None = None
+    # Hand over the final hidden states of the sampled rows.
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class SliceOutput:
     scores: list[TokenScore] | None = None
     prompt_scores: list[TokenScore] | None = None
     error: str | None = None
+    # fp32 [1 + drafts, hidden_size] if the slice asked: states after the final norm. Row i gave token_ids[i].
+    hidden: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,8 @@ class ModelSpec:
     # Working memory of the largest step, and of the process before the weights (0 where a GPU computes).
     workspace_bytes: int = 0
     base_bytes: int = 0
+    # Slices may ask for hidden states, and the runner for embedding rows.
+    gives_hidden: bool = False
 
 
 class Runner(Protocol):
@@ -148,6 +154,13 @@ class Runner(Protocol):
 
     def embed(self, prompts: list[list[int]], pooling: str, normalize: bool) -> np.ndarray:
         """Pooled final hidden states, fp32 [len(prompts), hidden_size]. pooling is "mean" or "last". Keeps no KV."""
+        ...
+
+    def embedding_rows(self, ids: list[int]) -> np.ndarray:
+        """Input embeddings of tokens as the model stores them, fp32 [len(ids), hidden_size].
+
+        Raises ValueError if the model does not give them (spec.gives_hidden).
+        """
         ...
 
     def forget(self, sequence_id: int) -> None:

@@ -48,6 +48,7 @@ class CompiledModel:
     """Model over a WeightSource. Implements tandem.lm.batch.Model."""
 
     batch_invariant = True
+    gives_hidden = True
 
     def __init__(
         self,
@@ -79,6 +80,11 @@ class CompiledModel:
         widest = max(config.hidden_size, config.num_heads * config.head_dim, inner)
         # Numbers in fp32 that the decoder keeps per row; its inputs of linears have three forms of 4, 2 and 1 bytes.
         self.row_width = 2 * config.hidden_size + (heads + config.num_heads) * config.head_dim + 2 * inner + 2 * widest
+
+    @property
+    def decoder_model(self) -> DecoderModel:
+        """The model as the kernels see it."""
+        return self._model
 
     def _tiles(self) -> list[TileWeight]:
         layers = [getattr(layer, name) for layer in self._model.layers for name in _NAMES]
@@ -196,11 +202,28 @@ class CompiledModel:
 
     def logits(self, batch: StepBatch, kv: KV) -> np.ndarray:
         """Valid until the next call: megabytes that were mapped afresh in each step would cost more than sampling."""
-        rows = len(batch.logit_rows)
+        out = self._logits_of(len(batch.logit_rows))
+        self._forward(batch, cast(CompiledKV, kv), logits=out if len(out) else None)
+        return out
+
+    def _logits_of(self, rows: int) -> np.ndarray:
+        """Room for the logits of a step."""
         if rows > len(self._logits):
             self._logits = np.empty((max(rows, 2 * len(self._logits)), self._model.vocab), np.float32)
-        out = self._logits[:rows]
-        self._forward(batch, cast(CompiledKV, kv), logits=out if len(out) else None)
+        return self._logits[:rows]
+
+    def logits_and_hidden(self, batch: StepBatch, kv: KV) -> tuple[np.ndarray, np.ndarray]:
+        """The logits are valid until the next call."""
+        rows = len(batch.logit_rows)
+        out, hidden = self._logits_of(rows), np.empty((rows, self._model.hidden), np.float32)
+        self._forward(batch, cast(CompiledKV, kv), out if rows else None, hidden if rows else None)
+        return out, hidden
+
+    def embedding_rows(self, ids: list[int]) -> np.ndarray:
+        weight, unpack = self._model.embed.struct(), cpu.library().td_unpack_row
+        out = np.empty((len(ids), self._model.hidden), np.float32)
+        for row, token in enumerate(ids):
+            unpack(weight, token, out[row].ctypes.data)
         return out
 
     def hidden(self, batch: StepBatch, kv: KV) -> np.ndarray:

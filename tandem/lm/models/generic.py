@@ -71,6 +71,8 @@ class GenericModel:
         self.max_position = int(
             getattr(self.config, "max_position_embeddings", 0) or getattr(self.config, "n_positions", 0) or 2048
         )
+        # A head drafts from what the output layer reads.
+        self.gives_hidden = self._model.get_output_embeddings() is not None
         self.weight_bytes = sum(value.nbytes for value in self._model.parameters())
         self._step: tuple[StepBatch, KVCache] | None = None
         self._seen: dict[int, _Layer] = {}
@@ -231,6 +233,24 @@ class GenericModel:
         finally:
             self._step = None
         return out[: len(batch.logit_rows)].float().cpu().numpy()
+
+    def logits_and_hidden(self, batch: StepBatch, kv: KV) -> tuple[np.ndarray, np.ndarray]:
+        """The states are what the output layer reads in the pass that gives the logits."""
+        seen: list[torch.Tensor] = []
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(
+            lambda _module, inputs: seen.append(inputs[0])
+        )
+        try:
+            logits = self.logits(batch, kv)
+        finally:
+            hook.remove()
+        states = seen[0].reshape(-1, seen[0].shape[-1])
+        return logits, states[: len(batch.logit_rows)].float().cpu().numpy()
+
+    @torch.inference_mode()
+    def embedding_rows(self, ids: list[int]) -> np.ndarray:
+        weight = self._model.get_input_embeddings().weight
+        return weight[torch.tensor(ids, dtype=torch.int64, device=weight.device)].float().cpu().numpy()
 
     @torch.inference_mode()
     def hidden(self, batch: StepBatch, kv: KV) -> np.ndarray:

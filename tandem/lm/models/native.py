@@ -150,6 +150,7 @@ class NativeModel:
 
     kernel_path = "cpu/torch"
     batch_invariant = True
+    gives_hidden = True
 
     def __init__(
         self,
@@ -207,13 +208,25 @@ class NativeModel:
 
     @torch.inference_mode()
     def logits(self, batch: StepBatch, kv: KV) -> np.ndarray:
-        states = self._states(batch, kv)
+        return self._project(self._states(batch, kv), len(batch.logit_rows))
+
+    def _project(self, states: torch.Tensor, rows: int) -> np.ndarray:
+        """Raw fp32 logits of the first `rows` states."""
         out = ops.linear(states, self.head).float()
         if self.config.logit_divisor != 1.0:
             out = out / self.config.logit_divisor
         if self.config.logit_softcap:
             out = ops.soft_cap_(out, self.config.logit_softcap)
-        return out[: len(batch.logit_rows)].cpu().numpy()
+        return out[:rows].cpu().numpy()
+
+    @torch.inference_mode()
+    def logits_and_hidden(self, batch: StepBatch, kv: KV) -> tuple[np.ndarray, np.ndarray]:
+        states, rows = self._states(batch, kv), len(batch.logit_rows)
+        return self._project(states, rows), states[:rows].float().cpu().numpy()
+
+    @torch.inference_mode()
+    def embedding_rows(self, ids: list[int]) -> np.ndarray:
+        return self.embedding[torch.tensor(ids, dtype=torch.int64, device=self.device)].float().cpu().numpy()
 
     @torch.inference_mode()
     def hidden(self, batch: StepBatch, kv: KV) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The file of a draft head: one safetensors file with a few matrices, a trimmed vocabulary and a card.
 
-Metadata (strings): format, target_digest, hidden, intermediate, vocab, target_vocab, eps, card (JSON), and type.NAME per
-matrix. A matrix is [outputs, inputs] in F32, F16 or BF16, or U8 [outputs, bytes per row] in GGUF's blocks of 32 weights.
+Metadata (strings): format, target_digest, hidden, intermediate, vocab, target_vocab, eps, card (JSON), and type.NAME
+for each matrix. A matrix is [outputs, inputs] in F32, F16 or BF16, or U8 [outputs, bytes per row] in blocks of 32
+weights as GGUF has them.
 """
 
 from __future__ import annotations

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem.block_hash import ROOT, hash_block, hash_chain
-from tandem.lm import noise
 from tandem.lm.block_pool import BlockPool, OutOfBlocksError, pack_tokens
 from tandem.lm.proposers.base import NOTHING, Distribution, DraftSequence, Guess
+from tandem.lm.proposers.drawing import TOP, draw
 from tandem.lm.types import Runner, SamplingParams, Sequence, Slice, SliceOutput
 
 # A chain of drafts less likely than this to be right as a whole is not made longer.
 _MIN_CHAIN = 0.2
-# Ids in a distribution for rejection.
-_TOP = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +129,7 @@ class ModelProposer:
         sampling, tokens = state.source.sampling, state.sequence.token_ids
         if sampling.want_distribution or sampling.temperature == 0:
             state.sequence.params = SamplingParams(
-                temperature=0.0, logit_bias=sampling.logit_bias, logprobs=_TOP if sampling.want_distribution else 0
+                temperature=0.0, logit_bias=sampling.logit_bias, logprobs=TOP if sampling.want_distribution else 0
             )
         else:
             state.sequence.params = SamplingParams(
@@ -197,7 +195,7 @@ class ModelProposer:
         token, score = output.token_ids[0], output.scores[0]
         chance = math.exp(min(0.0, score.logprob))
         sampling = run.state.sequence.params
-        if sampling.logprobs == _TOP:
+        if sampling.logprobs == TOP:
             ids, logprobs = np.asarray(score.top_ids, np.int64), np.asarray(score.top_logprobs, np.float64)
             token, chance, distribution = self._draw(run, ids, logprobs)
             run.distributions.append(distribution)
@@ -209,19 +207,17 @@ class ModelProposer:
     def _draw(self, run: _Run, ids: np.ndarray, logprobs: np.ndarray) -> tuple[int, float, Distribution]:
         """A draft drawn from the truncated, renormalised distribution over the likeliest ids; its chance; that one."""
         sampling = run.state.source.sampling
-        order = np.argsort(-logprobs, kind="stable")
-        ids, scaled = ids[order], logprobs[order] / max(sampling.temperature, 1e-3)
-        chances = np.exp(scaled - scaled[0])
-        keep = chances >= max(sampling.min_p, 1e-6)
-        if sampling.top_k:
-            keep[sampling.top_k :] = False
-        mass = np.cumsum(chances) / chances.sum()
-        keep[1:] &= mass[:-1] < sampling.top_p
-        ids, chances = ids[keep], chances[keep] / chances[keep].sum()
-        position = len(run.state.sequence.token_ids) - run.state.sequence.prompt_len
-        gumbel = noise.gumbel(sampling.seed, position, ids, sampling.choice, noise.Purpose.DRAFT)
-        best = int(np.argmax(np.log(chances) + gumbel))
-        return int(ids[best]), float(chances[best]), (tuple(ids.tolist()), tuple(chances.tolist()))
+        return draw(
+            ids,
+            logprobs,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            choice=sampling.choice,
+            position=len(run.state.sequence.token_ids) - run.state.sequence.prompt_len,
+        )
 
     def _cover(self, state: _State, tokens: int) -> bool:
         """Makes the blocks hold `tokens` tokens, at the cost of sequences that are not asked for now."""
