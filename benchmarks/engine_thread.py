@@ -23,7 +23,8 @@ from typing import Any
 
 from engine_service.engine import Engine
 from engine_service.jobs import Job
-from engine_service.main import _SWITCH_INTERVAL_S, Process
+from engine_service.main import SWITCH_INTERVAL_S
+from engine_service.process import Process
 from engine_service.requests import Choice, Request
 from engine_service.settings import EngineSettings
 from engine_service.text import StopRules, StopTracker
@@ -116,7 +117,7 @@ async def client(address: str, streams: int, tokens: int, round_: int) -> None:
 
 
 async def measure(threads: int, streams: int, tokens: int, rounds: int) -> dict[str, Steps]:
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     results = {"alone": Steps(), "served": Steps()}
     with tempfile.TemporaryDirectory(prefix="tdm", dir="/tmp") as folder:
         listen = f"unix:{Path(folder) / 'e'}"

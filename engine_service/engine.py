@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from engine_service.admission import check_fits
 from engine_service.grammar import GrammarCompiler, GrammarMatcher
-from engine_service.jobs import Job, StepReport
+from engine_service.jobs import StepReport
 from engine_service.kv_events import KvEventLog
 from engine_service.loop import StepLoop
-from engine_service.outbox import Outbox
-from engine_service.output import ChoiceOutput, ChoiceUpdate, Identity, Stream, prompt_event
+from engine_service.opening import Openings
+from engine_service.output import Identity, Stream, prompt_event
 from engine_service.policy import SchedulerConfig
-from engine_service.requests import Choice, Request, Status
 from engine_service.scheduler import Scheduler
 from engine_service.settings import EngineSettings
 from engine_service.speculation import SpeculationController
 from engine_service.stats import LoopStats
-from engine_service.text import Finish, StopTracker
-from engine_service.validate import Limits, Resumed, Validated
-from tandem.block_hash import hash_chain
+from engine_service.validate import Limits, Validated
 from tandem.engine.v1 import engine_pb2
-from tandem.errors import TandemError, invalid
+from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.lm.block_pool import BlockPool
-from tandem.lm.types import Runner, Sequence
+from tandem.lm.types import Runner
 from tandem.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -103,8 +98,7 @@ class Engine:
         # Set where metrics are served.
         self.metrics: EngineMetrics | None = None
         self.streams: dict[int, Stream] = {}
-        self._request_ids = itertools.count(1)
-        self._sequence_ids = itertools.count(1)
+        self._openings = Openings(settings, tokenizer, self.identity, self.kv_log)
         self._events: asyncio.AbstractEventLoop | None = None
         self._empty = asyncio.Event()
         self._empty.set()
@@ -166,114 +160,14 @@ class Engine:
         """
         self.check_accepts()
         check_fits(len(valid.prompt), valid.max_output, self.loop.scheduler.pool)
-        request = Request(
-            id=next(self._request_ids),
-            name=message.request_id,
-            params=valid.params,
-            prompt=valid.prompt,
-            arrival=arrival,
-            salt=message.cache_salt.encode(),
-            priority=message.priority,
-            deadline=arrival + message.timeout_ms / 1000 if message.timeout_ms else None,
-            score_prompt=valid.score_prompt,
-            trace=trace,
-        )
-        job = Job(request, {})
-        outbox = Outbox(self.settings.stream_buffer_bytes, merge=not message.output.single_tokens)
-        stream = Stream(request, [], outbox, message.attempt, message.output.receipt)
-        hashes = hash_chain(valid.prompt, self.loop.scheduler.pool.block_size, request.salt)
-        stream.outbox.put(self._accepted(message, valid, hashes))
-        done = [
-            update
-            for index, resumed in enumerate(valid.resumed)
-            if (update := self._add_choice(index, resumed, valid, message, grammar, hashes, job, stream)) is not None
-        ]
+        opened = self._openings.open(message, valid, grammar, arrival, trace)
+        request, stream = opened.job.request, opened.stream
         self.streams[request.id] = stream
         self._empty.clear()
-        stream.apply(done, self.identity)
+        stream.apply(opened.ended, self.identity)
         if request.unfinished:
-            self.loop.submit(job)
+            self.loop.submit(opened.job)
         return stream
-
-    def _add_choice(
-        self,
-        index: int,
-        resumed: Resumed,
-        valid: Validated,
-        message: pb.GenerateRequest,
-        grammar: GrammarMatcher | None,
-        hashes: list[bytes],
-        job: Job,
-        stream: Stream,
-    ) -> ChoiceUpdate | None:
-        """Makes one choice by replaying what it had emitted. Returns its last update if that had reached an end."""
-        sequence = Sequence(
-            id=next(self._sequence_ids),
-            choice=index,
-            params=valid.params,
-            token_ids=[*valid.prompt, *resumed.ids],
-            prompt_len=len(valid.prompt),
-            trace=job.request.trace,
-        )
-        choice = Choice(job.request, sequence, valid.max_output, hashes=list(hashes))
-        job.request.choices.append(choice)
-        if resumed.finished:
-            choice.status = Status.FINISHED
-            stream.earlier_tokens += len(resumed.ids)
-            return None
-        shape = message.output
-        output = ChoiceOutput(index, valid.rules, self.tokenizer, shape.final_only, shape.single_tokens)
-        stream.outputs[index] = output
-        stream.unfinished += 1
-        matcher = grammar.copy() if grammar is not None else None
-        if matcher is not None:
-            job.matchers[index] = matcher
-        tracker = job.trackers[index] = StopTracker(choice, valid.rules, self.tokenizer, matcher)
-        finish, text = self._replay(index, resumed, valid, tracker, output) if resumed.ids else (None, None)
-        if finish is None:
-            return None
-        choice.status = Status.FINISHED
-        return ChoiceUpdate(index, [], None, 0, text, finish)
-
-    def _replay(
-        self,
-        index: int,
-        resumed: Resumed,
-        valid: Validated,
-        tracker: StopTracker,
-        output: ChoiceOutput,
-    ) -> tuple[Finish | None, str | None]:
-        """Brings tracker, grammar and output to where the emitted tokens had led."""
-        field = f"resume.choices[{index}]"
-        ids = list(resumed.ids)
-        settled = tracker.settle(ids, count=0)
-        finish, text = settled.finish, settled.text
-        if len(settled.ids) < len(ids):
-            raise invalid(f"{field}.emitted_ids", len(ids), f"the output ended after {len(settled.ids)} tokens")
-        shown = ids if valid.rules.shows(finish) else ids[:-1]
-        try:
-            output.resume(shown, text, resumed.text_bytes_sent, len(ids))
-        except ValueError as error:
-            raise invalid(f"{field}.text_bytes_sent", resumed.text_bytes_sent, str(error)) from error
-        return finish, None if text is None else ""
-
-    def _accepted(self, message: pb.GenerateRequest, valid: Validated, hashes: Seq[bytes]) -> pb.GenerateEvent:
-        block_size = self.loop.scheduler.pool.block_size
-        cached = 0 if valid.score_prompt else self.kv_log.cached_prefix(hashes) * block_size
-        previous = message.resume.numerics_id
-        return pb.GenerateEvent(
-            accepted=pb.Accepted(
-                seed=valid.params.seed,
-                prompt_tokens=len(valid.prompt),
-                cached_tokens=min(cached, len(valid.prompt) - 1),
-                numerics_id=self.identity.numerics_id,
-                epoch=self.epoch,
-                model=self.identity.model,
-                exact_resume=not previous or (previous == self.identity.numerics_id and self.identity.batch_invariant),
-                engine=self.identity.engine,
-                batch_invariant=self.identity.batch_invariant,
-            )
-        )
 
     def close_stream(self, stream: Stream) -> None:
         """The call is over, for whatever reason. What still runs is cancelled before the next step."""

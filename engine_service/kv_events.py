@@ -32,7 +32,7 @@ class KvEventLog:
 
     def __init__(self, epoch: int, block_size: int, model_digest: str) -> None:
         self._epoch = epoch
-        self._block_size = block_size
+        self.block_size = block_size
         self._model_digest = model_digest
         self.hashes: dict[bytes, None] = {}
         self.number = 0
@@ -121,7 +121,7 @@ class KvEventLog:
                 number=self.number,
                 snapshot=engine_pb2.KvSnapshot(
                     scheme=SCHEME,
-                    block_size=self._block_size,
+                    block_size=self.block_size,
                     model_digest=self._model_digest,
                     hashes=b"".join(chunk),
                     complete=index == len(chunks) - 1,

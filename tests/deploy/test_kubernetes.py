@@ -13,7 +13,7 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from engine_service.main import LIVE
+from engine_service.process import LIVE
 from router.discovery import parse_engines
 from tandem.cli.services import SERVICES
 from tandem.settings import Settings, env_name, load_settings

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine_service.engine import Engine
-from engine_service.main import Process
+from engine_service.process import Process
 from engine_service.settings import EngineSettings
 from engine_service.speculation import NullSpeculation, SpeculationController
 from tandem import rpc

@@ -189,7 +189,7 @@ async def test_shutdown_ends_streams_with_a_status() -> None:
 
 
 async def test_before_the_model_is_there_it_says_so() -> None:
-    from engine_service.main import Process
+    from engine_service.process import Process
     from engine_service.settings import EngineSettings
     from tandem import rpc
     from tandem.inference.v1 import inference_pb2_grpc

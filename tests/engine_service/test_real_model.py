@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine_service.main import Process
+from engine_service.process import Process
 from engine_service.settings import EngineSettings
 from tandem import rpc
 from tandem.inference.v1 import inference_pb2 as pb
