@@ -24,6 +24,8 @@ from tandem.inference.v1 import inference_pb2_grpc
 from tests.router.harness import collect, request
 from tests.router.mock_engine import expected
 
+# What real engines are asked: their answers in calm are what they must be in a storm.
+TOPICS = ("rivers", "a lighthouse", "prime numbers", "bread", "the moon", "trains")
 # Longer than the longest outage of a test: nothing here may fail because a client lost patience.
 PATIENCE_S = 180.0
 
@@ -40,9 +42,12 @@ class Load:
         self.engines: Counter[str] = Counter()
         self.resumed = 0
         self.fleet: dict[str, str] = {}
+        self.calm: dict[str, tuple[str, Any]] = {}
 
     async def client(self, number: int, http: httpx.AsyncClient, stub: Any) -> None:
         ways = [self.stream, self.plain, *([self.grpc] if stub is not None else [])]
+        if self.options.model:
+            ways = [self.chat]
         rng = random.Random(number)
         while not self.stopping:
             prompt = [number, *(rng.randrange(1000) for _ in range(rng.randrange(5, 80)))]
@@ -105,6 +110,36 @@ class Load:
         right = expected(prompt, count, seed)
         return "" if (result.ids.get(0), result.text.get(0)) == right and result.usage else "wrong ids or text"
 
+    async def chat(self, prompt: list[int], count: int, seed: int, http: httpx.AsyncClient, _stub: Any) -> str:
+        """A chat of a real engine, which must equal the one of the calm before."""
+        topic = TOPICS[seed % len(TOPICS)]
+        found = await self.chat_about(topic, http)
+        return "" if found == self.calm[topic] else f"{topic}: {found} instead of {self.calm[topic]}"
+
+    async def chat_about(self, topic: str, http: httpx.AsyncClient) -> tuple[str, Any]:
+        """Text and finish reason. Half of them are sampled, the others greedy."""
+        body: dict[str, Any] = {
+            "model": self.options.model,
+            "messages": [{"role": "user", "content": f"Tell me about {topic}."}],
+            "max_tokens": self.options.tokens,
+            "temperature": TOPICS.index(topic) % 2,
+            "seed": 7,
+            "stream": True,
+        }
+        text, reason = "", None
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                return (await response.aread()).decode()[:300], response.status_code
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        return text, event
+                    for choice in event["choices"]:
+                        text += choice["delta"].get("content") or ""
+                        reason = choice["finish_reason"] or reason
+        return text, reason
+
     async def watch(self, http: httpx.AsyncClient) -> None:
         """What the live page would show."""
         while True:
@@ -131,6 +166,9 @@ class Load:
             if self.options.router:
                 channel = await stack.enter_async_context(rpc.channel(self.options.router))
                 stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            if self.options.model:
+                self.calm = {topic: await self.chat_about(topic, http) for topic in TOPICS}
+                assert {reason for _, reason in self.calm.values()} <= {"stop", "length"}, self.calm
             watching = asyncio.create_task(self.watch(http))
             clients = [asyncio.create_task(self.client(n, http, stub)) for n in range(self.options.clients)]
             while not all(client.done() for client in clients):
@@ -148,6 +186,7 @@ def main() -> None:
     parser.add_argument("--gateway", required=True)
     parser.add_argument("--router", default="")
     parser.add_argument("--token", default="")
+    parser.add_argument("--model", default="", help="a real model: chats, instead of the mock engine's tokens")
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=120)
     asyncio.run(Load(parser.parse_args()).run())
