@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import shlex
+import subprocess
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -146,3 +149,31 @@ def test_every_service_has_a_page_and_the_readme_leads_to_all_pages() -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/comparison.md").read_text()
     for path in (ROOT / "docs").glob("*.md"):
         assert path.name in text, f"no way leads to docs/{path.name}"
+
+
+def blocks_of(kind: str) -> list[tuple[str, str]]:
+    """Page and text of every code block of a kind."""
+    return [
+        (name, text)
+        for path, name in zip(PAGES, IDS, strict=True)
+        for found, text in re.findall(r"```(\w*)\n(.*?)```", path.read_text(), re.S)
+        if found == kind
+    ]
+
+
+def test_code_blocks_are_well_formed() -> None:
+    for name, text in blocks_of("bash"):
+        done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+    for name, text in blocks_of("python"):
+        compile(text, name, "exec")
+    for name, text in blocks_of("toml"):
+        for service, table in tomllib.loads(text).items():
+            known = {field.replace("_", "-") for field in SERVICES[service].settings().model_fields}
+            assert set(table) <= known, f"{name}: [{service}] {set(table) - known}"
+    for name, text in blocks_of("ini"):
+        parser = configparser.RawConfigParser(strict=False)
+        parser.read_string(text)
+        assert parser.sections(), name
+    kinds = {kind for path in PAGES for kind in re.findall(r"^```(\w+)$", path.read_text(), re.M)}
+    assert kinds <= {"bash", "python", "toml", "ini"}, "blocks of a kind that nobody checks"

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,32 @@ def test_tools_of_the_agent() -> None:
     assert agent.run("calculate", '{"expression": "17*23"}') == "391"
     assert agent.run("nothing", "{}").startswith("error") and agent.run("today", "{no").startswith("error")
     assert {tool["function"]["name"] for tool in agent.SCHEMAS} == set(agent.TOOLS)
+
+
+def shown(stand: Stand, *command: str) -> str:
+    """What a program prints that talks to the stand."""
+    environment = {**os.environ, "TANDEM_URL": stand.url, "TANDEM_API_KEY": "none"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_chats_by_curl_and_by_openais_client(stand: Stand) -> None:
+    whole, _, streamed = shown(stand, "sh", str(EXAMPLES / "chat.sh"), "one two three").partition("\n")
+    pieces = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    said = json.loads(whole)["choices"][0]["message"]["content"]
+    assert said and said == "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces)
+    assert "prompt tokens" in shown(stand, sys.executable, str(EXAMPLES / "openai_chat.py"), "one two three")
+
+
+def test_the_readmes_calls_are_answered(stand: Stand) -> None:
+    blocks = re.findall(r"```(bash|python)\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.S)
+    calls = [(kind, text) for kind, text in blocks if "127.0.0.1:8000/v1" in text]
+    assert [kind for kind, _ in calls] == ["bash", "python"]
+    for kind, text in calls:
+        command = {"bash": ["bash", "-ec"], "python": [sys.executable, "-c"]}[kind]
+        said = shown(stand, *command, text.replace("http://127.0.0.1:8000", stand.url))
+        if kind == "bash":
+            said = json.loads(said)["choices"][0]["message"]["content"]
+        assert said.strip()
