@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from tandem.lm.types import Runner, SamplingParams, Sequence, Slice
+
+# Index (the seed), ids, index of the first answer token.
+Talk = tuple[int, list[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,8 @@ class Plan:
     user_temperature: float = 1.0
     # Every second answer is greedy, the others use this.
     answer_temperature: float = 0.8
+    # An answer ends where so many tokens in a row stand for the third time: it loops.
+    loop: int = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +55,9 @@ class _Talk:
     blocks: list[int]
     computed: int = 0
     answer: int = 0
+    runs: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    # States that the answer's tokens were sampled from.
+    states: list[np.ndarray] = field(default_factory=list)
 
     @property
     def answering(self) -> bool:
@@ -60,9 +71,13 @@ class Generator:
     runner: Runner
     template: Template
     plan: Plan
-    # User turns given by the caller (files of prompts); when they are used up the target writes its own.
+    # User turns given by the caller (files of prompts) come first, each once.
     prompts: Iterator[list[int]] = field(default_factory=lambda: iter(()))
+    # Then the user turn of a conversation by its index; None: the target writes it.
+    composed: Callable[[int], list[int] | None] = lambda index: None
     seen: set[bytes] = field(default_factory=set)
+    # Takes the hidden states of each answer, fp16 [answer tokens, hidden], just before its conversation is yielded.
+    keep: Callable[[np.ndarray], None] | None = None
     duplicates: int = 0
 
     def run(self, first: int) -> Iterator[tuple[int, list[int], int]]:
@@ -87,15 +102,25 @@ class Generator:
         while True:
             outputs = self.runner.execute(
                 [
-                    Slice(talk.sequence, talk.blocks, talk.computed, len(talk.sequence.token_ids) - talk.computed)
+                    Slice(
+                        talk.sequence,
+                        talk.blocks,
+                        talk.computed,
+                        len(talk.sequence.token_ids) - talk.computed,
+                        hidden=self.keep is not None and talk.answering,
+                    )
                     for talk in talks
                 ]
             )
             for slot, (talk, output) in enumerate(zip(talks, outputs, strict=True)):
                 talk.computed = len(talk.sequence.token_ids)
+                if output.hidden is not None and output.token_ids:
+                    talk.states.append(output.hidden[0].astype(np.float16))
                 ended = self._step(talk, output.token_ids[0]) if output.token_ids else True
                 if ended:
-                    if talk.answering:
+                    if talk.answering and len(talk.sequence.token_ids) > talk.answer:
+                        if self.keep is not None:
+                            self.keep(np.stack(talk.states))
                         yield talk.index, talk.sequence.token_ids, talk.answer
                     self.runner.forget(talk.sequence.id)
                     talks[slot] = self._begin(following, talk.blocks)
@@ -105,33 +130,53 @@ class Generator:
         return SamplingParams(temperature=temperature, seed=(self.plan.seed << 32) + index, top_p=top_p)
 
     def _begin(self, index: int, blocks: list[int]) -> _Talk:
-        given = next(self.prompts, None)
+        given = self._given(index)
         start = list(self.template.before_user)
         sequence = Sequence(index, 0, self._params(index, self.plan.user_temperature, top_p=0.95), start, len(start))
         talk = _Talk(index, sequence, blocks)
         if given is not None:
-            sequence.token_ids += given[: self.plan.max_user]
+            sequence.token_ids += given
             self._answer(talk)
         return talk
+
+    def _given(self, index: int) -> list[int] | None:
+        """The next user turn that was not there yet; None: the target shall write one."""
+        for turn in self.prompts:
+            if self._new(turn[: self.plan.max_user]):
+                return turn[: self.plan.max_user]
+        composed = self.composed(index)
+        if composed is None or len(composed) > self.plan.max_user or not self._new(composed):
+            return None
+        return composed
+
+    def _new(self, user: list[int]) -> bool:
+        mark = turn_mark(user)
+        if len(user) < 3 or mark in self.seen:
+            self.duplicates += 1
+            return False
+        self.seen.add(mark)
+        return True
 
     def _step(self, talk: _Talk, token: int) -> bool:
         """Adds a token; True if the conversation is over (or not worth going on)."""
         ids, stop = talk.sequence.token_ids, token in self.template.stop_ids
         if talk.answering:
             ids.append(token)
-            return stop or len(ids) - talk.answer >= self.plan.max_answer
+            return stop or len(ids) - talk.answer >= self.plan.max_answer or self._loops(talk)
         if not stop:
             ids.append(token)
             if len(ids) - len(self.template.before_user) < self.plan.max_user:
                 return False
-        user = ids[len(self.template.before_user) :]
-        mark = hashlib.blake2b(json.dumps(user).encode(), digest_size=8).digest()
-        if len(user) < 3 or mark in self.seen:
-            self.duplicates += 1
+        if not self._new(ids[len(self.template.before_user) :]):
             return True
-        self.seen.add(mark)
         self._answer(talk)
         return False
+
+    def _loops(self, talk: _Talk) -> bool:
+        last = tuple(talk.sequence.token_ids[max(talk.answer, len(talk.sequence.token_ids) - self.plan.loop) :])
+        if len(last) == self.plan.loop:
+            talk.runs[last] += 1
+        return talk.runs[last] >= 3
 
     def _answer(self, talk: _Talk) -> None:
         """Turns to the assistant. What was computed stays valid."""
@@ -140,6 +185,17 @@ class Generator:
         temperature = self.plan.answer_temperature if talk.index % 2 else 0.0
         talk.answer = len(old.token_ids)
         talk.sequence = Sequence(old.id, 0, self._params(talk.index, temperature), old.token_ids, talk.answer)
+
+
+def turn_mark(user: list[int]) -> bytes:
+    """What a user turn is known by: 8 bytes."""
+    return hashlib.blake2b(json.dumps(user).encode(), digest_size=8).digest()
+
+
+def marks(talks: Iterable[tuple[int, list[int], int]], template: Template) -> set[bytes]:
+    """The user turns of these conversations."""
+    start, end = len(template.before_user), len(template.before_answer)
+    return {turn_mark(ids[start : answer - end]) for _, ids, answer in talks}
 
 
 def read(path: Path) -> list[tuple[int, list[int], int]]:

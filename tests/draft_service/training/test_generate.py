@@ -73,3 +73,12 @@ def test_file_survives_a_cut_off_line(tmp_path: Path) -> None:
 def test_too_small_a_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="needs"):
         next(Generator(FakeRunner(num_blocks=2), TEMPLATE, PLAN).run(0))
+
+
+def test_a_looping_answer_is_cut() -> None:
+    runner = FakeRunner(next_token=lambda prefix, params, choice: 10 + len(prefix) % 4)
+    plan = Plan(seed=3, max_user=12, max_answer=200, batch=1, loop=8)
+    prompts = iter([[50, 51, 52]])
+    _, ids, answer = next(Generator(runner, TEMPLATE, plan, prompts).run(0))
+    # Every eight tokens in a row stand there for the third time after two more rounds of four.
+    assert len(ids) - answer == 8 + 4 + 4

@@ -1,0 +1,161 @@
+"""Fits a head to conversations and the target's hidden states, and measures it as it will be served."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draft_service.training import states
+from draft_service.training.generate import Plan
+from draft_service.training.head_fit import HeadPlan, Labels, Target, Trainer, choose_vocab, label
+from draft_service.training.head_measure import measure_head
+from draft_service.training.states import Corpus
+from draft_service.training.talks import Divided, describe, of_options
+from tandem.lm.proposers.head_file import GAINS, MATRICES, HeadFile, quantize, save_head
+from tandem.lm.proposers.head_net import HeadNet, TorchNet, head_net
+from tandem.lm.weights import open_source
+
+
+def fit(options: argparse.Namespace, spent: float) -> dict[str, object]:
+    """Writes draft.head.safetensors. Returns its card. `spent`: seconds that gathering took.
+
+    Raises:
+        StatesError: conversations without hidden states.
+        UnsupportedModel: a target whose weights are not read by this package's own loaders.
+    """
+    # Under load several threads wait for each other in every product; the process may be given others.
+    torch.set_num_threads(options.threads or 1)
+    plan = HeadPlan(
+        seed=options.seed,
+        intermediate=options.intermediate,
+        vocab=options.vocab,
+        epochs=options.epochs,
+        batch=options.rows,
+        rate=options.rate,
+        out_kind=options.out_weights,
+    )
+    target = read_target(options.target)
+    divided = of_options(options)
+    train, test = corpora(divided, target.embedding.shape[1])
+    ids = choose_vocab(train.tokens, plan.vocab, len(target.embedding))
+    labels = cached_labels(options.out / "labels.npz", train, target, ids, plan)
+    trainer = Trainer(plan, target, train, ids, labels)
+    trainer.run(options.out / "head.checkpoint", _progress)
+    print()
+    head = pack(trainer, target, options.weights)
+    card: dict[str, object] = {
+        "kind": "recurrent head",
+        "target": options.target,
+        "target_digest": target.digest,
+        **describe(divided),
+        "gathering_seconds": round(spent, 1),
+        "training_seconds": round(trainer.seconds, 1),
+        "steps": trainer.steps,
+        "plan": {name: getattr(plan, name) for name in plan.__slots__},
+        "forms": {name: getattr(head, name).kind for name in MATRICES},
+        "bytes_per_drafted_token": head.bytes_per_token,
+        "coverage": round(float(np.isin(test.tokens, ids).mean()), 4),
+        "held_out": measured(head_net(head), ids, test, target),
+        "held_out_fp32": measured(TorchNet(pack(trainer, target, "F32", "F32")), ids, test, target),
+    }
+    save_head(options.out / "draft.head.safetensors", pack(trainer, target, options.weights, card=card))
+    return card
+
+
+def read_target(name: str) -> Target:
+    """Embeddings and output rows of a model by name or path."""
+    from tandem.models.store import resolve
+
+    source = open_source(resolve(name).path)
+    try:
+        embedding = source.tensor("embed.weight", torch.float32)
+        tied = source.config.tied_embeddings or not source.has("head.weight")
+        output = embedding if tied else source.tensor("head.weight", torch.float32)
+        config = source.config
+        return Target(embedding, output, source.digest(), config.logit_divisor, config.logit_softcap or 0.0)
+    finally:
+        source.close()
+
+
+def corpora(divided: Divided, hidden: int) -> tuple[Corpus, Corpus]:
+    """(learnt from, held out). Corpus.talk are sampling seeds here."""
+    train: list[Corpus] = []
+    test: list[Corpus] = []
+    for place, talks, held, dropped in zip(
+        divided.places, divided.talks, divided.held_out, divided.dropped, strict=True
+    ):
+        found = states.load(place.states, talks, hidden)
+        of_test = np.isin(found.talk, sorted(held))
+        of_train = ~of_test & ~np.isin(found.talk, sorted(dropped))
+        for part, mask in ((train, of_train), (test, of_test)):
+            rows = found.where(mask)
+            part.append(Corpus(rows.hidden, rows.tokens, rows.left, rows.talk + (place.seed() << 32), rows.place))
+    return states.join(train), states.join(test)
+
+
+def cached_labels(path: Path, corpus: Corpus, target: Target, ids: np.ndarray, plan: HeadPlan) -> Labels:
+    """Labels of these rows; kept in a file, since they take minutes."""
+    state = hashlib.blake2b(f"{target.digest} {plan.labels} {plan.label_temperature}".encode(), digest_size=16)
+    for array in (ids, corpus.tokens, corpus.left):
+        state.update(np.ascontiguousarray(array).tobytes())
+    if path.exists():
+        with np.load(path) as found:
+            if str(found["key"]) == state.hexdigest():
+                return Labels(found["ids"], found["chances"])
+    print(f"labels of {len(corpus):,} positions")
+    labels = label(corpus, target, ids, plan.labels, plan.label_temperature)
+    partial = path.with_suffix(".partial.npz")
+    np.savez(partial, key=np.array(state.hexdigest()), ids=labels.ids, chances=labels.chances)
+    partial.replace(path)
+    return labels
+
+
+def pack(
+    trainer: Trainer,
+    target: Target,
+    kind: str,
+    out_kind: str | None = None,
+    card: dict[str, object] | None = None,
+) -> HeadFile:
+    """The trained head in these forms; out_kind None: the one it was trained with."""
+    weights = {name: value.detach().numpy() for name, value in trainer.module.state_dict().items()}
+    last = trainer.plan.out_kind if out_kind is None else out_kind
+    # From the target's own rows: what is rounded already need not round to itself.
+    weights["w_out"] = target.head[torch.from_numpy(trainer.ids.astype(np.int64))].numpy()
+    parts: dict[str, Any] = {name: quantize(weights[name], last if name == "w_out" else kind) for name in MATRICES}
+    parts |= {name: np.ascontiguousarray(weights[name]) for name in GAINS}
+    return HeadFile(
+        target_digest=target.digest,
+        target_vocab=len(target.embedding),
+        **parts,
+        ids=trainer.ids,
+        card=card or {},
+    )
+
+
+def measured(net: HeadNet, ids: np.ndarray, test: Corpus, target: Target) -> dict[str, object]:
+    """Held-out acceptance of greedy and of sampled answers."""
+    embedding = target.embedding.numpy()
+    greedy = test.talk % 2 == 0
+    parts: list[tuple[str, np.ndarray, float]] = [
+        ("greedy", greedy, 0.0),
+        ("sampled", ~greedy, Plan().answer_temperature),
+    ]
+    return {
+        name: measure_head(net, ids, test.where(rows), embedding, temperature=temperature).report()
+        for name, rows, temperature in parts
+        if rows.any()
+    }
+
+
+def _progress(step: int, steps: int, loss: float, left: float) -> None:
+    print(
+        f"\r{step:,} of {steps:,} steps ({step / steps:.0%}), loss {loss:.3f}, {left / 60:.0f} min left   ",
+        end="",
+        flush=True,
+    )

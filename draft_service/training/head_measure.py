@@ -1,0 +1,89 @@
+"""Held-out acceptance of a head, with the arithmetic that serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from draft_service.training.measure import Acceptance
+from draft_service.training.states import Corpus
+from tandem.lm import noise
+from tandem.lm.proposers.head_net import HeadNet
+
+_ROWS = 256
+
+
+@dataclass(slots=True)
+class HeadAcceptance:
+    """free: drafting with its own drafts as inputs. forced: per position, with the target's tokens as inputs, whatever
+    the drafts before it were: (right, tried)."""
+
+    free: Acceptance
+    forced: list[tuple[int, int]] = field(default_factory=list)
+
+    def report(self) -> dict[str, object]:
+        return {
+            "positions": self.free.positions,
+            "acceptance_by_position": self.free.by_position(),
+            "acceptance_length": round(self.free.length, 4),
+            "teacher_forced_by_position": [round(right / max(1, tried), 4) for right, tried in self.forced],
+        }
+
+
+def measure_head(
+    net: HeadNet,
+    ids: np.ndarray,
+    corpus: Corpus,
+    embedding: np.ndarray,
+    most: int = 5,
+    temperature: float = 0.0,
+) -> HeadAcceptance:
+    """Counts over all rows with a next token.
+
+    ids: the head's vocabulary; embedding: fp32 [target vocab, hidden]. temperature: that of the answers; above 0 drafts
+    are drawn with the noise that the answers were drawn with (corpus.talk are the sampling seeds).
+    """
+    free = Acceptance(reached=[0] * most, right=[0] * most)
+    forced = [[0, 0] for _ in range(most)]
+    rows = np.flatnonzero(corpus.left >= 1)
+    free.positions = free.proposed = len(rows)
+    for start in range(0, len(rows), _ROWS):
+        part = rows[start : start + _ROWS]
+        for own in (True, False):
+            _count(net, ids, corpus, embedding, part, temperature, free if own else None, forced)
+    return HeadAcceptance(free, [(right, tried) for right, tried in forced])
+
+
+def _count(
+    net: HeadNet,
+    ids: np.ndarray,
+    corpus: Corpus,
+    embedding: np.ndarray,
+    rows: np.ndarray,
+    temperature: float,
+    free: Acceptance | None,
+    forced: list[list[int]],
+) -> None:
+    """One chunk of rows, with the head's own drafts as inputs (`free`) or the target's tokens (`forced`)."""
+    state = np.ascontiguousarray(net.start(corpus.hidden[rows].astype(np.float32)))
+    inputs = corpus.tokens[rows]
+    alive = np.ones(len(rows), bool)
+    for ahead in range(1, len(forced) + 1):
+        logits = net.step(state, np.ascontiguousarray(embedding[inputs]))
+        if temperature > 0:
+            places = (corpus.place[rows] + ahead)[:, None]
+            logits = logits / np.float32(temperature) + noise.gumbel(corpus.talk[rows][:, None], places, ids, 0)
+        drafts = ids[logits.argmax(axis=1)].astype(np.int64)
+        there = corpus.left[rows] >= ahead
+        truth = corpus.tokens[np.minimum(rows + ahead, len(corpus) - 1)]
+        right = (drafts == truth) & there
+        if free is None:
+            forced[ahead - 1][0] += int(right.sum())
+            forced[ahead - 1][1] += int(there.sum())
+            inputs = truth
+        else:
+            free.reached[ahead - 1] += int((alive & there).sum())
+            alive &= right
+            free.right[ahead - 1] += int(alive.sum())
+            inputs = drafts
