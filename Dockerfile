@@ -17,7 +17,8 @@ COPY deploy/setup/install_torch.py deploy/setup/
 RUN python deploy/setup/install_torch.py "$TORCH" --index "$TORCH_INDEX"
 COPY pyproject.toml ./
 # Then what else is needed, so that a change of the sources installs nothing anew.
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+print(*project['dependencies'], *project['optional-dependencies']['traces'], sep='\n')" \
     > requirements.txt && pip install -c /opt/tandem/.stamps/constraints.txt -r requirements.txt
 COPY setup.py README.md LICENSE NOTICE ./
 COPY protos protos

@@ -1,4 +1,8 @@
-"""The draft's own span of a sequence: one for all its questions. Used only where traces are on."""
+"""The draft's own span of a sequence: one for all its questions. Used only where traces are on.
+
+It ends with the last answer, but goes out when the engine says that the sequence is gone, which it does with its next
+question, or when the stream ends.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,12 @@ _METHOD = "tandem.draft.v1.DraftService/Propose"
 @dataclass(slots=True)
 class _Traced:
     span: Span
+    # Of the last answer, time.monotonic().
+    last: float
     questions: int = 0
     proposed: Counter[str] = field(default_factory=Counter)
 
-    def end(self, outcome: str, at: float) -> None:
+    def end(self, outcome: str) -> None:
         self.span.set(
             {
                 "tandem.draft.questions": self.questions,
@@ -29,7 +35,7 @@ class _Traced:
             }
         )
         self.span.set({f"{names.DRAFTS_PROPOSED}.{name}": count for name, count in sorted(self.proposed.items())})
-        self.span.end(at)
+        self.span.end(self.last)
 
 
 class TracedSession(Session):
@@ -56,21 +62,22 @@ class TracedSession(Session):
     def close(self) -> None:
         super().close()
         for traced in self._traced.values():
-            traced.end("disconnected", time.monotonic())
+            traced.end("disconnected")
         self._traced.clear()
 
     def _begin(self, traceparent: str, began: float) -> _Traced:
         span = self._tracer.serve("propose", lambda: (("traceparent", traceparent),), began)
         grpc_status.call(span, _METHOD)
-        return _Traced(span)
+        return _Traced(span, began)
 
     def _look(self, began: float, question: pb.ProposeRequest, response: pb.ProposeResponse) -> None:
         for update in question.sequences:
             if update.traceparent and update.id not in self._traced:
                 self._traced[update.id] = self._begin(update.traceparent, began)
             traced = self._traced.get(update.id)
-            if traced is not None and update.want:
-                traced.questions += 1
+            if traced is not None:
+                traced.questions += update.want > 0
+                traced.last = began + response.elapsed_us / 1e6
         outcomes: dict[int, str] = dict.fromkeys(question.finished, "finished")
         for proposal in response.proposals:
             traced = self._traced.get(proposal.id)
@@ -83,4 +90,4 @@ class TracedSession(Session):
         for identity, outcome in outcomes.items():
             ended = self._traced.pop(identity, None)
             if ended is not None:
-                ended.end(outcome, time.monotonic())
+                ended.end(outcome)

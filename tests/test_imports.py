@@ -98,7 +98,12 @@ def test_the_rule_sees_a_forbidden_import(tmp_path: Path) -> None:
 
 def loaded_by(code: str) -> set[str]:
     """Top-level modules in sys.modules after running `code` in a fresh interpreter."""
-    program = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    return {name.partition(".")[0] for name in loaded_modules(code)}
+
+
+def loaded_modules(code: str) -> set[str]:
+    """All of them."""
+    program = f"{code}\nimport sys\nprint(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=110)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
@@ -121,6 +126,38 @@ def loaded_by(code: str) -> set[str]:
 def test_light_processes_load_neither_torch_nor_transformers(code: str) -> None:
     heavy = loaded_by(code) & {"torch", "transformers"}
     assert heavy == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from gateway.app import build_app\nfrom gateway.settings import GatewaySettings\n"
+        "app = build_app(GatewaySettings())\ntracer = app.state.gateway.tracer",
+        "from router.server import RouterServer\nfrom router.settings import RouterSettings\nimport asyncio\n"
+        "async def make():\n    return RouterServer(RouterSettings()).tracer\ntracer = asyncio.run(make())",
+        "from engine_service.main import Process\nfrom engine_service.settings import EngineSettings\nimport asyncio\n"
+        "import engine_service.engine, engine_service.service\n"
+        "async def make():\n    return Process(EngineSettings()).tracer\ntracer = asyncio.run(make())",
+        "import draft_service.main, draft_service.service\nfrom draft_service.settings import DraftSettings\n"
+        "from tandem.tracing import open_tracer\ntracer = open_tracer(DraftSettings(), 'draft')",
+    ],
+    ids=["gateway", "router", "engine", "draft"],
+)
+def test_without_an_endpoint_nothing_of_tracing_is_loaded(code: str) -> None:
+    """Newer releases of FastAPI import OpenTelemetry's API by themselves; the SDK and the exporters nobody does."""
+    found = loaded_modules(f"{code}\nassert type(tracer).__module__ == 'tandem.tracing' and not tracer.on")
+    assert {name for name in found if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))} == set()
+    assert {"tandem.tracing.otlp", "tandem.tracing.queue", "draft_service.tracing"} & found == set()
+    if "gateway" not in code:
+        assert {name for name in found if name.startswith("opentelemetry")} == set()
+
+
+def test_the_check_of_tracing_sees_what_an_endpoint_loads() -> None:
+    code = (
+        "from tandem.tracing import open_tracer\nfrom router.settings import RouterSettings\n"
+        "open_tracer(RouterSettings(otlp_endpoint='http://127.0.0.1:9'), 'router').close()"
+    )
+    assert {"opentelemetry.sdk.trace", "tandem.tracing.otlp"} <= loaded_modules(code)
 
 
 def test_the_command_line_starts_without_grpc() -> None:

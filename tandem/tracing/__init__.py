@@ -71,8 +71,8 @@ class Tracer:
     def watch(self, registry: CollectorRegistry) -> None:
         """Adds counters of exported and dropped spans to a service's metrics."""
 
-    def close(self, timeout_s: float = 3.0) -> None:
-        """Sends what waits, within the time; what is left is dropped. Blocks; a second call does nothing."""
+    def close(self) -> None:
+        """Sends what waits, within seconds; what is left is dropped. Blocks; a second call does nothing."""
 
 
 NULL_SPAN = Span()

@@ -107,8 +107,8 @@ class OtlpTracer(Tracer):
     def watch(self, registry: CollectorRegistry) -> None:
         self.queue.watch(registry)
 
-    def close(self, timeout_s: float = 3.0) -> None:
-        self.queue.close(timeout_s)
+    def close(self) -> None:
+        self.queue.close()
 
 
 def trace_headers(carrier: Carrier) -> dict[str, str]:

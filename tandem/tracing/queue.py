@@ -18,6 +18,8 @@ log = logging.getLogger("tandem.tracing")
 MAX_QUEUED = 4096
 MAX_BATCH = 512
 INTERVAL_S = 1.0
+# How long a process that ends tries to send what waits.
+CLOSE_S = 3.0
 
 
 class _LastWords(logging.Handler):
@@ -43,17 +45,18 @@ class SpanQueue(SpanProcessor):
         where: str,
         max_queued: int = MAX_QUEUED,
         max_batch: int = MAX_BATCH,
-        interval_s: float = INTERVAL_S,
+        interval_s: float | None = None,
     ) -> None:
-        """where: the endpoint, for log lines. interval_s: longest time that a span waits for others to go with it."""
+        """where: the endpoint, for log lines. interval_s: longest wait of a span for others; default INTERVAL_S."""
         self._exporter = exporter
         self._where = where
         self._max_queued = max_queued
         self._max_batch = max_batch
-        self._interval_s = interval_s
+        self._interval_s = INTERVAL_S if interval_s is None else interval_s
         self._waiting: deque[ReadableSpan] = deque()
         self._wake = threading.Event()
         self._closing = False
+        self._abandoned = False
         self._broken = False
         self.exported = 0
         self.dropped: dict[str, int] = {}
@@ -89,7 +92,7 @@ class SpanQueue(SpanProcessor):
             self._wake.set()
 
     def shutdown(self) -> None:
-        self.close(3.0)
+        self.close()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         """Waits until nothing is queued. Tests use it; the thread does the work."""
@@ -99,20 +102,20 @@ class SpanQueue(SpanProcessor):
             time.sleep(0.005)
         return not self._waiting
 
-    def close(self, timeout_s: float) -> None:
-        """Sends what waits, within the time. A second call does nothing."""
+    def close(self) -> None:
+        """Sends what waits, within CLOSE_S seconds. A second call does nothing."""
         if self._closing:
             return
         self._closing = True
         self._wake.set()
-        self._thread.join(timeout_s)
+        self._thread.join(CLOSE_S)
         # Ends a try that still waits for the collector.
         self._exporter.shutdown()
         self._thread.join(0.5)
+        self._abandoned = self._thread.is_alive()
         if self._waiting:
             self._drop("shutdown", len(self._waiting))
             log.warning("spans were not sent", extra={"spans": len(self._waiting), "endpoint": self._where})
-            self._waiting.clear()
 
     # The thread
 
@@ -129,6 +132,9 @@ class SpanQueue(SpanProcessor):
             # They stay in the queue until they are sent, so that its bound holds for what is under way too.
             batch = [self._waiting[index] for index in range(min(len(self._waiting), self._max_batch))]
             sent = self._send(batch)
+            if self._abandoned:
+                # Nobody waited for this: it was counted as lost.
+                return
             for _ in batch:
                 self._waiting.popleft()
             if not sent:

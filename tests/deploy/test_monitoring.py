@@ -196,7 +196,21 @@ def test_monitoring_is_a_profile_on_loopback_that_mounts_what_is_here() -> None:
         for mount in mounts:
             source, _, mode = mount.split(":")
             assert (ROOT / source).exists() and mode == "ro", mount
-    assert all("profiles" not in d for n, d in COMPOSE["services"].items() if n not in ("prometheus", "grafana"))
+    monitoring = ("prometheus", "grafana", "jaeger")
+    assert all("profiles" not in d for n, d in COMPOSE["services"].items() if n not in monitoring)
+
+
+def test_traces_have_a_collector_in_the_profile_and_are_off_by_default() -> None:
+    jaeger = COMPOSE["services"]["jaeger"]
+    assert jaeger["profiles"] == ["monitoring"] and re.fullmatch(r"\S+:\d+\.\d+\.\d+", jaeger["image"])
+    assert all(port.startswith("127.0.0.1:") for port in jaeger["ports"])
+    for name in ("gateway", "router", "engine-a", "engine-b"):
+        definition = COMPOSE["services"][name]
+        assert definition["environment"]["TANDEM_OTLP_ENDPOINT"] == "${TANDEM_OTLP_ENDPOINT:-}"
+        assert set(jaeger["networks"]) & set(definition["networks"])
+    assert "TANDEM_OTLP_ENDPOINT=http://jaeger:4317 " in (ROOT / "docs/operations.md").read_text()
+    # The image must be able to.
+    assert "['traces']" in (ROOT / "Dockerfile").read_text()
 
 
 def test_the_dashboard_is_well_formed() -> None:
