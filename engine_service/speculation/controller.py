@@ -141,6 +141,11 @@ class DraftSpeculation:
         self._waited_ms = 0.0
         if self._worthwhile():
             self._guarded(self._ask_ahead)
+        elif len(self._leaving) >= _MAX_LAST_WORDS:
+            self._guarded(self._take_leave)
+
+    def idle(self) -> bool:
+        return bool(self._leaving) and bool(self._guarded(self._take_leave))
 
     def close(self) -> None:
         self._client.close()
@@ -211,11 +216,11 @@ class DraftSpeculation:
             chances: tuple[float, ...] = ()
             if state.kept is not None:
                 chances = state.chances(most, self._prior.setdefault(state.kept.proposer, Acceptance()))
-            if self._head_yield(state) > sum(itertools.accumulate(chances, operator.mul)):
+            if not chances or self._head_yield(state) > sum(itertools.accumulate(chances, operator.mul)):
                 others.append((state, most))
             elif chances:
                 offers.append(Offer(state.sequence.id, chances))
-        runs = self._run_head(others) if others or not offers else {}
+        runs = self._run_head(others)
         offers += [
             Offer(identity, self.head.chances(run, self._sequences[identity].head))
             for identity, run in runs.items()
@@ -294,12 +299,7 @@ class DraftSpeculation:
         fresh = [state for state in self._sequences.values() if not state.told and not state.refused]
         if not due and not fresh:
             return
-        question = pb.ProposeRequest(
-            engine_epoch=self._epoch,
-            draft_epoch=self._draft_epoch,
-            deadline_us=int(self._options.timeout_ms * 1000),
-        )
-        self._say_farewell(question)
+        question = self._question()
         for state in due:
             question.sequences.append(self._update(state, MAX_DRAFTS))
         for state in fresh:
@@ -321,6 +321,24 @@ class DraftSpeculation:
                 sampling = sampling_message(state.sequence.params, state.sequence.choice, want_distribution=True)
                 message.sampling.CopyFrom(sampling)
         return message
+
+    def _question(self) -> pb.ProposeRequest:
+        """An empty question that tells which sequences are gone."""
+        question = pb.ProposeRequest(
+            engine_epoch=self._epoch,
+            draft_epoch=self._draft_epoch,
+            deadline_us=int(self._options.timeout_ms * 1000),
+        )
+        self._say_farewell(question)
+        return question
+
+    def _take_leave(self) -> bool:
+        """Tells which sequences are gone, though nothing is to be asked. True if the draft cannot be told yet."""
+        self._absorb(0.0)
+        self._follow_generation()
+        if self._leaving and self._client.idle and not self._client.ask(self._question()):
+            self._forget()
+        return bool(self._leaving) and self._client.connected
 
     def _say_farewell(self, question: pb.ProposeRequest) -> None:
         for item in self._leaving:

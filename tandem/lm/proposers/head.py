@@ -73,6 +73,9 @@ class HeadProposer:
         self._sampler, self._score = _sampling(spec.vocab_size)
         # Logits over the whole vocabulary; ids that the head does not know stay impossible.
         self._full = np.full((1, spec.vocab_size), -np.inf, np.float32)
+        # The first call sets buffers up, which would be measured as the head's cost.
+        nothing = np.zeros((1, head.hidden), np.float32)
+        self._net.step(self._net.start(nothing), nothing)
 
     def draft(self, runs: list[HeadRun], goes_on: GoesOn = always) -> None:
         """Fills the runs, all in one batch, token by token; a run leaves it when it has enough."""
