@@ -22,6 +22,8 @@ from tandem.tracing import NULL_SPAN, Span
 
 MODELS_TTL_S = 2.0
 CALL_TIMEOUT_S = 10.0
+# How long a request waits for news of the models when there are old ones to go by.
+MODELS_PATIENCE_S = 1.0
 MAX_TOKENIZERS = 8
 
 
@@ -85,13 +87,24 @@ class RouterClient:
         self._by_name = {name: info for info in self._models for name in (info.name, *info.aliases)}
         self._models_at = time.monotonic()
 
+    async def _models_for_a_request(self) -> list[pb.ModelInfo]:
+        """Models that were served lately. A router that is just being lost (silently, maybe) must not cost a request:
+        its own call finds the next router, and tells if the model is gone."""
+        try:
+            async with asyncio.timeout(MODELS_PATIENCE_S if self._models else None):
+                return await self.models()
+        except (ApiError, TimeoutError):
+            if not self._models:
+                raise
+            return self._models
+
     async def resolve(self, name: str | None) -> pb.ModelInfo:
         """The model of this name or alias; without a name, the only one.
 
         Raises:
             ApiError: 404 for a name that was never served, 503 while no engine serves it.
         """
-        models = await self.models()
+        models = await self._models_for_a_request()
         if name:
             found = self._by_name.get(name)
             if found is not None:

@@ -28,6 +28,11 @@ RESUME_WAIT_S = 30.0
 T = TypeVar("T")
 
 
+def _lost(error: TandemError) -> bool:
+    """Whether the router itself went away, or is about to."""
+    return error.code is grpc.StatusCode.UNAVAILABLE and error.reason in ("UNSPECIFIED", "ENGINE_DRAINING")
+
+
 class Generation:
     """A Generate stream. `open` waits for *accepted*; `read` gives the events that follow, None at the end.
 
@@ -67,9 +72,8 @@ class Generation:
         Raises:
             ApiError: it was refused, in HTTP's terms.
         """
-        self._call = self._client.generate(self.request, span=self._span)
         try:
-            events = await self._receive()
+            events = await self._first()
         except TandemError as error:
             if error.reason == "TOKENIZER_MISMATCH":
                 self._client.forget_models()
@@ -80,6 +84,20 @@ class Generation:
         self.accepted = events[0].accepted
         self._rest = events[1:] if len(events) > 1 else None
         return self.accepted
+
+    async def _first(self) -> Sequence[pb.GenerateEvent] | None:
+        """The first events. A router that is lost before it has passed anything on costs one more try: by then the
+        channel has found another one, or says at once that there is none."""
+        self._call = self._client.generate(self.request, span=self._span)
+        try:
+            return await self._receive()
+        except TandemError as error:
+            if not _lost(error):
+                raise
+            if self._deadline is not None:
+                self.request.timeout_ms = max(1, int((self._deadline - time.monotonic()) * 1000))
+        self._call = self._client.generate(self.request, span=self._span)
+        return await self._receive()
 
     async def read(self) -> Sequence[pb.GenerateEvent] | None:
         """The next events; None when the stream has ended well. Raises ApiError."""
@@ -108,8 +126,7 @@ class Generation:
 
     async def _resume(self, error: TandemError) -> Sequence[pb.GenerateEvent] | None:
         """Goes on with a stream whose router was lost; raises the error's HTTP form where that cannot be."""
-        lost = error.code is grpc.StatusCode.UNAVAILABLE and error.reason in ("UNSPECIFIED", "ENGINE_DRAINING")
-        if not lost or self._resumes >= MAX_RESUMES or self._kept_bytes > MAX_KEPT_BYTES:
+        if not _lost(error) or self._resumes >= MAX_RESUMES or self._kept_bytes > MAX_KEPT_BYTES:
             raise from_tandem(error)
         self._resumes += 1
         try:

@@ -101,6 +101,8 @@ class RouterServer:
         self.inference.draining = True
         await self._health.set(False)
         await self._health.set(False, SERVICE)
+        # Tells connected clients at once, so that their next calls go to another router; what runs has its time.
+        closing = asyncio.create_task(self._server.stop(grace_s + GOODBYE_S))
         if self.inference.live and grace_s > 0:
             await asyncio.wait(self.inference.live, timeout=grace_s)
         for task in tuple(self.inference.live):
@@ -108,6 +110,7 @@ class RouterServer:
         if self.inference.live:
             await asyncio.wait(self.inference.live, timeout=GOODBYE_S)
         await self._server.stop(0.2)
+        await closing
         await self._admin.stop(0)
         await self.fleet.close()
         self.inference.recorder.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from hmac import compare_digest
+from typing import Any
 
 # gRPC reads this when it first starts. Its newer event engine hands every event to a pool of threads; with Python's
 # aio API that costs a quarter more CPU per streamed message than the classic poller (measured with grpcio 1.85).
@@ -94,13 +95,13 @@ class TokenGuard(grpc.aio.ServerInterceptor):
             await abort(context, TandemError("UNAUTHENTICATED", "the services' token is missing or wrong"))
 
         # For calls of every kind: the answer is a status alone.
-        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
         shown = given if isinstance(given, bytes) else given.encode()
         if handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):

@@ -7,6 +7,7 @@ gateway and router with the flags of deploy/kubernetes. Needs root, iproute2 and
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,9 @@ class Site:
     def used_router(self) -> str:
         """The router that the gateway has calls at."""
         found = self.hosts.run("gateway", "ss", "-Htn", "state", "established", "dport", "=", ":8100").stdout
-        (name,) = [name for name, address in self._addresses.items() if f"{address}:8100" in found]
+        # gRPC's sockets are IPv6 ones with IPv4 inside: [::ffff:10.77.0.13]:8100.
+        peers = set(re.findall(r"([0-9.]+)\]?:8100\b", found))
+        (name,) = [name for name, address in self._addresses.items() if address in peers]
         return name
 
     def start_engine(self, name: str) -> None:

@@ -205,6 +205,8 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.served = True
+        # Says nothing about its models, as if no packet came back.
+        self.silent = False
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled: list[str] = []
         self.running = 0
@@ -229,6 +231,8 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
         )
 
     async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
+        if self.silent:
+            await asyncio.sleep(3600)
         return pb.ListModelsResponse(models=[self.info()] if self.served else [])
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
@@ -271,6 +275,8 @@ class MockRouter(pb_grpc.InferenceServiceServicer):
     async def _generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         fault = request.request_id.removeprefix("fault:") if request.request_id.startswith("fault:") else ""
         kind, _, argument = fault.partition(",")[0].partition("=")
+        if kind == "lost" and sum(old.request_id == request.request_id for old in self.requests) <= int(argument):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "keepalive watchdog timeout at 10.0.0.7")
         await _fault_before(kind, argument, context)
         prompt = list(request.token_ids.ids)
         choices = [ToyChoice(request, index, request.sampling.seed) for index in range(request.n or 1)]

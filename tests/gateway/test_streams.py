@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway import client as client_module
 from gateway import generation
 from tests.gateway.conftest import Stand
 from tests.gateway.sse import read_events
@@ -143,6 +144,41 @@ def test_a_router_that_keeps_breaking_ends_in_an_error_event(stand: Stand) -> No
     error = events[-1].json["error"]
     assert error["code"] == "unavailable" and "10.0.0.7" not in events[-1].data
     assert len(stand.router.requests) == 1 + generation.MAX_RESUMES
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_router_lost_before_it_accepts_costs_one_more_try(stand: Stand, stream: bool) -> None:
+    body = {**BODY, "stream": stream}
+    assert stand.post("/v1/completions", body, headers=fault("lost=1")).status_code == 200
+    assert len(stand.router.requests) == 2
+    stand.router.requests.clear()
+    answer = stand.post("/v1/completions", body, headers=fault("lost=2"))
+    assert answer.status_code == 503 and "10.0.0.7" not in answer.text
+    assert len(stand.router.requests) == 2
+
+
+def test_refusals_are_not_tried_again(stand: Stand) -> None:
+    for reason in ("OVERLOADED", "NO_ENGINE", "INVALID_FIELD"):
+        stand.router.requests.clear()
+        assert stand.post("/v1/completions", BODY, headers=fault(f"refuse={reason}")).status_code >= 400
+        assert len(stand.router.requests) == 1, reason
+
+
+def test_old_news_of_the_models_will_do_while_the_router_is_silent(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "CALL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(client_module, "MODELS_PATIENCE_S", 0.3)
+    stand.post("/v1/completions", {**BODY, "stream": False})
+    client = stand.app.state.gateway.client
+    client.forget_models()
+    stand.router.silent = True
+    try:
+        assert stand.post("/v1/completions", {**BODY, "stream": False}).status_code == 200
+        # Who asks for the models themselves gets no old news.
+        assert stand.http.get("/ready").status_code >= 500
+    finally:
+        stand.router.silent = False
 
 
 def test_nothing_internal_leaks(stand: Stand) -> None:

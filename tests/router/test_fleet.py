@@ -305,6 +305,18 @@ async def test_router_drains_on_stop() -> None:
         await stopping
 
 
+async def test_a_stopping_router_sends_its_clients_elsewhere_at_once() -> None:
+    """Their connection is given up for new calls while the old ones go on: else a gateway would stay with it."""
+    async with cluster(1, MockConfig(step_s=0.01)) as c:
+        running = asyncio.create_task(collect(c.stub, request(PROMPT, 200)))
+        await until(lambda: c.engines[0].running == 1)
+        stopping = asyncio.create_task(c.router.stop(20.0))
+        await until(lambda: c.channel.get_state() is not grpc.ChannelConnectivity.READY)
+        assert not running.done()
+        assert len((await running).ids[0]) == 200
+        await stopping
+
+
 async def test_router_ends_streams_with_an_error_after_the_grace() -> None:
     async with cluster(1, MockConfig(step_s=0.01)) as c:
         running = asyncio.create_task(collect(c.stub, request(PROMPT, 3000)))
