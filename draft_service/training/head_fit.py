@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_service.training.head_init import warm_start
 from draft_service.training.head_module import HeadModule, soft_cross_entropy
 from draft_service.training.states import Corpus
 from tandem.lm.proposers.head_file import quantize
@@ -29,8 +30,8 @@ class HeadPlan:
     seed: int = 0
     intermediate: int = 512
     vocab: int = 8192
-    # Ids that a batch's loss sees: all of its labels, and a sample of the others that stands for all of them.
-    candidates: int = 1536
+    # Ids that a batch's loss sees beside its labels: a sample that stands for all others.
+    negatives: int = 512
     # Drafts per training row: the weight of each one's loss, and the share of a batch's rows that get so far.
     weights: tuple[float, ...] = (1.0, 0.6, 0.4)
     shares: tuple[float, ...] = (1.0, 0.5, 0.25)
@@ -39,12 +40,14 @@ class HeadPlan:
     label_temperature: float = 1.0
     epochs: float = 2.0
     batch: int = 256
-    rate: float = 2e-3
+    rate: float = 1e-3
     warmup: int = 100
     decay: float = 0.01
     clip: float = 1.0
     # Form that w_out is rounded to before training, that of the file.
     out_kind: str = "Q4_0"
+    # Positions that the closed-form start is fitted to; 0: a random start.
+    warm_rows: int = 100_000
 
     def steps(self, rows: int) -> int:
         return max(1, math.ceil(self.epochs * rows / self.batch))
@@ -137,7 +140,8 @@ class Trainer:
 
     def run(self, checkpoint: Path, progress: Progress, save_every_s: float = 60.0, stop_after: int = 0) -> None:
         """Trains to the end, or for `stop_after` steps if that is given."""
-        self._resume(checkpoint)
+        if not self._resume(checkpoint) and self.plan.warm_rows:
+            warm_start(self.module, self._corpus, self._target.embedding, self.plan.warm_rows)
         last = self.steps if not stop_after else min(self.steps, self.step + stop_after)
         began = saved = time.monotonic()
         before, from_step, mean = self.seconds, self.step, 0.0
@@ -193,22 +197,29 @@ class Trainer:
 
         Sampled softmax (Jean et al., 2015): a sampled id stands for several, so its share of the sum grows by as much.
         """
-        vocab, ahead = len(self.ids), range(1, len(self.plan.weights) + 1)
-        wanted = np.unique(np.concatenate([self._labels.ids[rows[self._corpus.left[rows] >= n] + n] for n in ahead]))
+        vocab = len(self.ids)
+        wanted = np.unique(
+            np.concatenate([self._labels.ids[rows[part] + n] for n, part in enumerate(self._unrolled(rows), 1)])
+        )
         rest = np.setdiff1d(np.arange(vocab), wanted, assume_unique=True)
-        count = min(len(rest), max(0, self.plan.candidates - len(wanted)))
-        if count < len(rest):
-            rng = np.random.default_rng((self.plan.seed, 1, self.step))
-            rest_taken = np.sort(rng.choice(rest, max(1, count), replace=False))
-        else:
-            rest_taken = rest
-        added = np.zeros(len(wanted) + len(rest_taken), np.float32)
-        if len(rest):
-            added[len(wanted) :] = math.log(len(rest) / len(rest_taken))
-        chosen = np.concatenate((wanted, rest_taken)).astype(np.int64)
+        rng = np.random.default_rng((self.plan.seed, 1, self.step))
+        others = np.sort(rng.choice(rest, min(len(rest), self.plan.negatives), replace=False))
+        added = np.zeros(len(wanted) + len(others), np.float32)
+        if len(others):
+            added[len(wanted) :] = math.log(len(rest) / len(others))
+        chosen = np.concatenate((wanted, others)).astype(np.int64)
         place = np.zeros(vocab, np.int64)
         place[chosen] = np.arange(len(chosen))
         return torch.from_numpy(chosen), torch.from_numpy(added), torch.from_numpy(place)
+
+    def _unrolled(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Places in `rows` that get to each draft: a share of the batch, whose answers are long enough."""
+        found, left = [], self._corpus.left[rows]
+        for ahead, share in enumerate(self.plan.shares, 1):
+            places = np.flatnonzero(left >= ahead)[: max(1, round(share * self.plan.batch))]
+            if len(places):
+                found.append(places)
+        return found
 
     def _loss(self, rows: np.ndarray) -> Tensor:
         """Weighted mean over the unrolled drafts; rows whose answer ends leave the batch."""
@@ -216,19 +227,18 @@ class Trainer:
         chosen, added, place = self._candidates(rows)
         w_out = self._out[chosen]
         state = self.module.start(torch.from_numpy(corpus.hidden[rows].astype(np.float32)))
+        at = np.arange(len(rows))
         total = torch.zeros(())
-        for ahead, (weight, share) in enumerate(zip(self.plan.weights, self.plan.shares, strict=True), 1):
-            keep = corpus.left[rows] >= ahead
-            keep[max(1, round(share * self.plan.batch)) :] = False
-            if not keep.all():
-                rows, state = rows[keep], state[torch.from_numpy(keep)]
-            if not len(rows):
-                break
-            inputs = torch.from_numpy(corpus.tokens[rows + ahead - 1])
+        for ahead, (weight, places) in enumerate(zip(self.plan.weights, self._unrolled(rows), strict=False), 1):
+            if len(places) < len(at):
+                state = state[torch.from_numpy(np.isin(at, places))]
+            at = places
+            here = rows[places]
+            inputs = torch.from_numpy(corpus.tokens[here + ahead - 1])
             state = self.module.advance(state, self._target.embedding[inputs])
             logits = self.module.logits(state, w_out) + added
-            ids = place[torch.from_numpy(labels.ids[rows + ahead].astype(np.int64))]
-            chances = torch.from_numpy(labels.chances[rows + ahead].astype(np.float32))
+            ids = place[torch.from_numpy(labels.ids[here + ahead].astype(np.int64))]
+            chances = torch.from_numpy(labels.chances[here + ahead].astype(np.float32))
             total = total + weight * soft_cross_entropy(logits, ids, chances)
         return total / sum(self.plan.weights)
 
@@ -246,10 +256,10 @@ class Trainer:
         )
         partial.replace(path)
 
-    def _resume(self, path: Path) -> None:
-        """Raises ValueError if the checkpoint is of another plan or other data."""
+    def _resume(self, path: Path) -> bool:
+        """Whether there was one. Raises ValueError if the checkpoint is of another plan or other data."""
         if not path.exists():
-            return
+            return False
         found = torch.load(path, weights_only=True)
         if found["fingerprint"] != self.fingerprint():
             raise ValueError(
@@ -258,3 +268,4 @@ class Trainer:
         self.module.load_state_dict(found["module"])
         self._optimizer.load_state_dict(found["optimizer"])
         self.step, self.seconds = int(found["step"]), float(found["seconds"])
+        return True

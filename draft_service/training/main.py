@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     of_head.add_argument("--vocab", type=int, default=8192, help="ids that the head can draft")
     of_head.add_argument("--epochs", type=float, default=4.0, help="passes over the answers")
     of_head.add_argument("--rows", type=int, default=256, help="answer positions per optimizer step")
-    of_head.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
+    of_head.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     of_head.add_argument("--weights", choices=_FORMS, default="Q8_0", help="form of the MLP's matrices in the file")
     of_head.add_argument("--out-weights", choices=_FORMS, default="Q4_0", help="form of the output matrix in the file")
     return result

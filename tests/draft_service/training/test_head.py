@@ -17,7 +17,7 @@ from tandem.lm.proposers.head_file import load_head, save_head
 from tandem.lm.proposers.head_net import TorchNet
 
 VOCAB, HIDDEN = 64, 32
-PLAN = HeadPlan(seed=1, intermediate=64, vocab=48, candidates=32, epochs=3, batch=32, warmup=5, rate=5e-3)
+PLAN = HeadPlan(seed=1, intermediate=64, vocab=48, negatives=16, epochs=3, batch=32, warmup=5, rate=5e-3, warm_rows=0)
 
 
 def target() -> Target:
@@ -85,6 +85,16 @@ def test_learns_the_source(tmp_path: Path) -> None:
     assert min(forced()) > 0.7
 
 
+def test_begins_with_a_linear_guess_that_is_better_than_none(tmp_path: Path) -> None:
+    """The source's states are linear in the last token's embedding but for the permutation's part."""
+    under_test = trainer(HeadPlan(**{**_fields(PLAN), "warm_rows": 1000, "vocab": VOCAB, "rate": 0.0}), corpus(60))
+    under_test.run(tmp_path / "c", silent, stop_after=1)
+    test, rows = corpus(20, seed=9), target().embedding.numpy()
+    net = TorchNet(pack(under_test, target(), "F32"))
+    right, tried = measure_head(net, under_test.ids, test, rows, 1).forced[0]
+    assert right / tried > 0.15
+
+
 def test_a_stopped_training_goes_on_to_equal_weights(tmp_path: Path) -> None:
     whole = trainer()
     whole.run(tmp_path / "whole", silent)
@@ -106,7 +116,7 @@ def test_another_plan_does_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_sampled_softmax_is_the_whole_one_when_all_ids_are_candidates() -> None:
-    plan = HeadPlan(**{**_fields(PLAN), "candidates": 48, "weights": (1.0,), "shares": (1.0,)})
+    plan = HeadPlan(**{**_fields(PLAN), "negatives": 48, "weights": (1.0,), "shares": (1.0,)})
     under_test = trainer(plan)
     rows = under_test._batch()
     data, labels = under_test._corpus, under_test._labels
