@@ -86,7 +86,7 @@ def commands_of(text: str) -> list[list[str]]:
     lines += re.findall(r"(?<!`)`(tandem [^`\n]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.S))
     found = []
     for line in lines:
-        match = re.match(r"\s*(?:\$ )?(?:\S+/)?tandem (.+)", line)
+        match = re.match(r"\s*(?:\$ )?(?:sudo )?(?:\S+/)?tandem (.+)", line)
         if match is None:
             continue
         try:
@@ -113,7 +113,7 @@ def test_variables_exist(path: Path) -> None:
 
 def test_flags_in_prose_of_the_operators_pages_exist() -> None:
     known = {"--" + field.replace("_", "-") for s in SERVICES.values() for field in s.settings().model_fields}
-    known |= {"--cancel", "--ready", "--config", "--profile"}
+    known |= {"--cancel", "--ready", "--config", "--profile", "--user"}
     for name in ("operations", "security", "models", "scaling", "upgrade"):
         for flag in re.findall(r"`(--[a-z][a-z0-9-]*)", (ROOT / f"docs/{name}.md").read_text()):
             assert flag in known, f"docs/{name}.md: {flag}"
