@@ -22,6 +22,7 @@ from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.settings import RouterSettings
 from tandem.metrics import GpuCollector, new_registry
+from tandem.tracing.queue import SpanQueue
 from tests.engine_service.fakes import FakeRunner, byte_tokenizer
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
@@ -81,6 +82,14 @@ def draft_registry() -> CollectorRegistry:
     registry = new_registry()
     registry.register(DraftCollector(lambda: Counters(1, 1, 1, 1, 1.0)))
     return registry
+
+
+def traces() -> dict[str, Series]:
+    """What every service adds that sends traces."""
+    registry = CollectorRegistry()
+    counted: Any = SimpleNamespace(exported=0, dropped={})
+    SpanQueue.watch(counted, registry)
+    return series_of(registry)
 
 
 def all_jobs() -> dict[str, dict[str, Series]]:

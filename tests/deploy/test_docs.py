@@ -18,6 +18,7 @@ from tandem.cli.main import build_app
 from tandem.cli.reference import page
 from tandem.cli.services import SERVICES
 from tandem.settings import env_name
+from tests.deploy.metric_names import all_jobs, traces
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").rglob("*.md"))]
@@ -159,6 +160,15 @@ def blocks_of(kind: str) -> list[tuple[str, str]]:
         for found, text in re.findall(r"```(\w*)\n(.*?)```", path.read_text(), re.S)
         if found == kind
     ]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_metrics_that_are_named_are_exported(path: Path) -> None:
+    known = {name for series in (*all_jobs().values(), traces()) for name in series}
+    # Histograms go by their plain name, too.
+    known |= {name.removesuffix("_bucket") for name in known}
+    for name, more in re.findall(r"(?<![\w/.])((?:tandem_|vllm:)[a-z0-9_]+)(…?)", path.read_text()):
+        assert any(one.startswith(name) for one in known) if more else name in known, f"no metric {name}"
 
 
 def test_code_blocks_are_well_formed() -> None:
