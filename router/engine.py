@@ -331,6 +331,7 @@ def to_load_report(report: epb.WatchLoadResponse) -> LoadReport:
         draft_acceptance=report.draft_acceptance,
         max_num_seqs=report.max_num_seqs,
         max_waiting=report.max_waiting,
+        taken_tokens=report.prefill_tokens + report.cached_tokens,
     )
 
 

@@ -24,6 +24,8 @@ class LoadReport:
     draft_acceptance: float = 0.0
     max_num_seqs: int = 0
     max_waiting: int = 0
+    # Prompt tokens of all requests since the engine's start, computed or read from its cache.
+    taken_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,13 @@ class EngineLoad:
     full: bool = False
     # Whether the prefix index hears of this engine's blocks by events.
     events_live: bool = False
+    # Prompt tokens of this router's requests that the engine had accepted at its last report, and of everybody's; both
+    # only grow.
+    own_tokens: int = 0
+    all_tokens: int = 0
+    # Prompt tokens to compute that this router has sent since the report.
+    sent_tokens: int = 0
+    _accepted_tokens: int = 0
     _unreported: deque[Sent] = field(default_factory=deque)
     _unreported_tokens: int = 0
     _unreported_blocks: int = 0
@@ -58,9 +67,14 @@ class EngineLoad:
         if report.epoch != self.report.epoch:
             self._unreported.clear()
             self._unreported_tokens = self._unreported_blocks = 0
+        else:
+            self.all_tokens += max(0, report.taken_tokens - self.report.taken_tokens)
+            self.own_tokens += self._accepted_tokens
+        self._accepted_tokens = 0
         self.report, self.reported_at, self.full = report, now, False
         while self._unreported and self._unreported[0].at <= now - REPORT_DELAY_S:
             self._forget(self._unreported.popleft())
+        self.sent_tokens = self._unreported_tokens
 
     def _forget(self, sent: Sent) -> None:
         self._unreported_tokens -= sent.uncached_tokens
@@ -72,8 +86,13 @@ class EngineLoad:
         self._unreported.append(entry)
         self._unreported_tokens += uncached_tokens
         self._unreported_blocks += blocks
+        self.sent_tokens += uncached_tokens
         self.in_flight += 1
         return entry
+
+    def accepted(self, prompt_tokens: int) -> None:
+        """The engine has taken a request of this router with so many prompt tokens."""
+        self._accepted_tokens += prompt_tokens
 
     def prefilled(self, entry: Sent) -> None:
         """The first token came: its prompt is no longer pending."""
@@ -98,18 +117,23 @@ class EngineLoad:
         """Prompt tokens still to be computed: what was reported, less what was computed since, plus what was sent."""
         return self.view(now)[0]
 
-    def kv_blocks(self) -> int:
+    def kv_blocks(self) -> float:
         """Blocks in use, with those of what was just sent."""
         return self.view(self.reported_at)[2]
 
-    def view(self, now: float) -> tuple[float, int, int]:
-        """(pending tokens, sequences, KV blocks) in one call: a policy asks for them for every engine."""
+    def view(self, now: float, herd: float = 1.0) -> tuple[float, float, float]:
+        """(pending tokens, sequences, KV blocks) in one call: a policy asks for them for every engine.
+
+        Args:
+            herd: requests that all routers together have sent for each one that this router has sent. They saw the
+                same reports, so they have probably sent theirs where this one sent its own.
+        """
         report = self.report
         pending = report.uncached_tokens - report.prefill_tokens_per_s * (now - self.reported_at)
         return (
-            (pending if pending > 0 else 0.0) + self._unreported_tokens,
-            report.running + report.waiting + len(self._unreported),
-            report.kv_blocks_used + self._unreported_blocks,
+            (pending if pending > 0 else 0.0) + herd * self._unreported_tokens,
+            report.running + report.waiting + herd * len(self._unreported),
+            report.kv_blocks_used + herd * self._unreported_blocks,
         )
 
     def has_room(self) -> bool:

@@ -85,6 +85,7 @@ class SimEngine:
         self._segment_steps = 0
         self._rate = 0.0
         self.prefilled_tokens = 0
+        self.taken_tokens = 0
         self.busy_s = 0.0
 
     # -- load
@@ -105,6 +106,7 @@ class SimEngine:
             decode_step_s=self._step_s(),
             max_num_seqs=self.model.max_num_seqs,
             max_waiting=self.model.max_waiting,
+            taken_tokens=self.taken_tokens,
         )
 
     def _step_s(self) -> float:
@@ -159,6 +161,7 @@ class SimEngine:
                 self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
             self.prefilled_tokens += self._prefill_tokens
             for request in self._prefilling:
+                self.taken_tokens += request.trace.input_length
                 self._stored(request.keys)
                 request.first_at = now
                 self._first(request, now)

@@ -197,6 +197,7 @@ class World:
     def _first_token(self, request: SimRequest, now: float) -> None:
         ticket = request.token
         assert isinstance(ticket, _Ticket)
+        ticket.chosen.engine.accepted(request.trace.input_length)
         ticket.chosen.engine.prefilled(ticket.sent)
         ticket.router.policy.answered(ticket.query, ticket.chosen, request.cached_tokens, now - ticket.at)
         self._prompt += request.trace.input_length

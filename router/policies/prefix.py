@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from router.index import PredictedBlocks, PrefixIndex, match_depths
 from router.load import EngineLoad
 from router.policies.base import Candidate, Policy, Query
+from router.policies.herd import Herd
 
 # Used until an engine or its peers have measured theirs.
 DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
@@ -88,6 +89,12 @@ class PrefixExact(Policy):
 
     cost = wait for the prompts before it + own uncached prefill + wait for a place in the batch
          + wait for KV blocks + what its prefill takes from the streams that already run there.
+
+    With other routers beside this one the engine that looks best to all of them is no longer the best. Each of its own
+    unreported requests then stands for those of all routers, and it judges only a random sample of the fleet, the
+    smaller the more routers there are (Mitzenmacher, "How useful is old information?", 2000: a few random choices beat
+    the minimum of stale loads). Engines that hold much of the prompt are judged beside the sample if that saves more
+    than the others' work that nobody has reported yet; as they are no random choice, that work is counted as theirs.
     """
 
     name = "prefix_exact"
@@ -99,8 +106,9 @@ class PrefixExact(Policy):
     # while it lasts, and every stream that runs there and waits for its next token.
     WORK = 1.0
     INTERFERENCE = 0.06
-    # A fleet up to this size is judged whole.
-    JUDGE_ALL = 64
+    # Most engines that are judged for one request, and how much faster than the number of routers that falls.
+    JUDGE_MOST = 64
+    SPREAD = 5
 
     def __init__(self, index: PrefixIndex, rng: random.Random, prediction_ttl_s: float) -> None:
         self._index = index
@@ -110,6 +118,7 @@ class PrefixExact(Policy):
         self._expired_at = 0.0
         self._usual = DEFAULT_PREFILL_TOKENS_PER_S
         self._usual_at = float("-inf")
+        self._herd = Herd()
 
     def add(self, engine: EngineLoad) -> None:
         self._predicted.remove_engine(engine.slot)
@@ -127,28 +136,37 @@ class PrefixExact(Policy):
         depths = _depths(query, engines, self._index, self._predicted)
         if now - self._usual_at > 1.0:
             self._usual_at, self._usual = now, _usual_rate(engines)
-        considered = self._shortlist(engines, depths)
-        return [self._judge(query, engine, depths.get(engine.slot, 0), self._usual, now) for engine in considered]
+        self._herd.update(engines, now)
+        holders, others = self._shortlist(engines, depths)
+        unseen = self._herd.unseen_tokens
+        return [
+            *(self._judge(query, engine, depths[engine.slot], now, unseen) for engine in holders),
+            *(self._judge(query, engine, depths.get(engine.slot, 0), now) for engine in others),
+        ]
 
-    def _shortlist(self, engines: Sequence[EngineLoad], depths: dict[int, int]) -> Sequence[EngineLoad]:
-        """In a large fleet: the engines that hold most, and random others. Among many, a sample has a near-best one."""
-        if len(engines) <= self.JUDGE_ALL:
-            return engines
-        half = self.JUDGE_ALL // 2
-        if len(depths) > half:
-            deepest = set(sorted(depths, key=depths.__getitem__, reverse=True)[:half])
-        else:
-            deepest = set(depths)
-        holders = [engine for engine in engines if engine.slot in deepest]
-        return holders + self._rng.sample(
-            [engine for engine in engines if engine.slot not in deepest], self.JUDGE_ALL - len(holders)
-        )
+    def _shortlist(
+        self, engines: Sequence[EngineLoad], depths: dict[int, int]
+    ) -> tuple[Sequence[EngineLoad], Sequence[EngineLoad]]:
+        """Who is judged: engines that hold most of the prompt (at most half), and a random sample of the others."""
+        count = max(2, min(len(engines), self.JUDGE_MOST) // (self.SPREAD * (self._herd.size - 1) + 1))
+        if count >= len(engines):
+            return (), engines
+        unseen, rng = self._herd.unseen_tokens, self._rng
+        held = [(depths[e.slot], rng.random(), e) for e in engines if depths.get(e.slot, 0) * e.block_size > unseen]
+        held.sort(key=lambda entry: entry[:2], reverse=True)
+        holders = [entry[2] for entry in held[: (count + 1) // 2]]
+        taken = {engine.slot for engine in holders}
+        others = [engine for engine in engines if engine.slot not in taken]
+        return holders, rng.sample(others, count - len(holders))
 
-    def _judge(self, query: Query, engine: EngineLoad, matched: int, usual: float, now: float) -> Candidate:
+    def _judge(
+        self, query: Query, engine: EngineLoad, matched: int, now: float, unseen_tokens: float = 0.0
+    ) -> Candidate:
         report = engine.report
-        rate = report.prefill_tokens_per_s or usual
+        rate = report.prefill_tokens_per_s or self._usual
         size = engine.block_size or 1
-        pending, sequences, kv_blocks = engine.view(now)
+        pending, sequences, kv_blocks = engine.view(now, self._herd.size)
+        pending += unseen_tokens
         # The last prompt token is always computed.
         uncached = max(1, query.prompt_tokens - matched * size)
         prefill = uncached / rate
