@@ -101,5 +101,9 @@ class Drafting:
         """What a step cost: rows sampled, prompt tokens, milliseconds. Call it when its tokens are committed."""
         self._speculation.step_done(rows, prefill, step_ms)
 
+    def idle(self) -> bool:
+        """There is no step to take: tells of sequences that are gone. True if it must be tried again."""
+        return self._speculation.idle()
+
     def close(self) -> None:
         self._speculation.close()

@@ -107,6 +107,8 @@ class StepLoop:
             return
         deadline = self.scheduler.next_deadline()
         timeout = None if deadline is None else max(0.0, deadline - self._clock())
+        if self._drafting.idle():
+            timeout = min(timeout or _RETRY_S, _RETRY_S)
         if self.scheduler.has_work:
             # The scheduler always finds something to do for the first in order; should it not, do not sleep on it.
             timeout = min(timeout or _RETRY_S, _RETRY_S)

@@ -68,6 +68,10 @@ class SpeculationController(Protocol):
         """Cost of a step: sampled rows (drafts included), prefill tokens, duration in milliseconds."""
         ...
 
+    def idle(self) -> bool:
+        """Nothing is to be computed: what is still unsaid is said now. True if it could not be; then call again."""
+        ...
+
     def close(self) -> None:
         """Frees connections and threads."""
         ...
@@ -96,6 +100,9 @@ class NullSpeculation:
 
     def step_done(self, batch_rows: int, prefill_tokens: int, step_ms: float) -> None:
         pass
+
+    def idle(self) -> bool:
+        return False
 
     def close(self) -> None:
         pass
