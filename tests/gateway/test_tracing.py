@@ -12,6 +12,7 @@ import pytest
 
 from tests.gateway.conftest import Stand
 from tests.gateway.mock_router import MODEL
+from tests.gateway.test_mcp import talk
 from tests.tandem.tracing.receiver import Received, Receiver, grpc_receiver
 
 CHAT = {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 5}
@@ -166,6 +167,20 @@ def test_what_is_polled_is_not_traced_and_the_log_names_the_trace(
     span = span_of(receiver, "GET /v1/models")
     (record,) = [r for r in caplog.records if r.name == "gateway.request" and getattr(r, "path", "") == "/v1/models"]
     assert getattr(record, "trace_id") == span.trace_id  # noqa: B009
+
+
+def test_a_tool_call_of_an_agent_is_traced(traced: Stand, receiver: Receiver) -> None:
+    async def work(client: Any) -> Any:
+        return await client.call_tool("chat", {"messages": CHAT["messages"], "max_tokens": 6})
+
+    assert not talk(traced.url, work).is_error
+    end = time.monotonic() + 10
+    while not (spans := [s for s in receiver.named("POST /mcp") if "gen_ai.operation.name" in s.attributes]):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    (span,) = spans
+    assert span.attributes["gen_ai.operation.name"] == "chat" and span.attributes["gen_ai.request.max_tokens"] == 6
+    assert span.attributes["gen_ai.usage.output_tokens"] == 6 and not span.error
 
 
 def test_metrics_count_spans(traced: Stand, receiver: Receiver) -> None:

@@ -95,6 +95,17 @@ def test_flags_of_services_are_passed_on() -> None:
         assert "--log-level=warning" in child.arguments
 
 
+def test_one_flag_or_variable_traces_all_services() -> None:
+    _, children = plan(otlp_endpoint="http://127.0.0.1:4317", trace_sample_ratio=0.5)
+    assert {child.service for child in children.values()} == {"gateway", "router", "engine", "draft"}
+    for child in children.values():
+        assert {"--otlp-endpoint=http://127.0.0.1:4317", "--trace-sample-ratio=0.5"} <= set(child.arguments), child.name
+    made, _ = plan(env={"TANDEM_OTLP_ENDPOINT": "http://127.0.0.1:4317"})
+    assert made.environment["TANDEM_OTLP_ENDPOINT"] == "http://127.0.0.1:4317"
+    with pytest.raises(SettingsError, match="--otlp-endpoint"):
+        plan(env={"TANDEM_OTLP_ENDPOINT": "127.0.0.1:4317"})
+
+
 def test_settings_that_a_service_would_refuse_are_refused_before_anything_starts() -> None:
     with pytest.raises(SettingsError, match="policy"):
         plan(policy="dice")
