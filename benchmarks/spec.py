@@ -1,11 +1,12 @@
 """What speculation brings: the same requests with and without drafts, in turns, on the real model.
 
-Two engine processes with equal settings run side by side, one with a draft service; only one works at a time, and each
-request goes to both, first to one, then first to the other. Outputs must be equal token by token: that is checked here
-too. Decode speed is (tokens - 1) / decode time of the engine's own receipt.
+Engine processes with equal settings run side by side, one per arm: without drafts, with a draft service, with a head,
+with both. Only one works at a time, and each request goes to all of them, each time in another order. Outputs must be
+equal token by token: that is checked here too. Decode speed is (tokens - 1) / decode time of the engine's own receipt.
 
     python -m benchmarks.spec --prompts 12 --pairs 10
-    python -m benchmarks.spec --on unix:/run/a.sock --off unix:/run/b.sock     # engines that run already
+    python -m benchmarks.spec --part chat --arms off head both     # a part that fits into three minutes
+    python -m benchmarks.spec --part rows                          # what verifying M rows costs
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import secrets
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,41 +128,71 @@ def chat_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 async def single(
-    on: Engine, off: Engine, prompts: list[list[int]], tokens: int, temperature: float, shared: bool = False
+    engines: dict[str, Engine], prompts: list[list[int]], tokens: int, temperature: float, shared: bool = False
 ) -> dict[str, object]:
-    """Batch 1: each prompt on both engines, in turns."""
-    pairs: list[tuple[Answer, Answer]] = []
+    """Batch 1: each prompt on all engines, in turns. "off" is what the others are compared with."""
+    rounds: list[dict[str, Answer]] = []
+    arms = list(engines)
     for index, prompt in enumerate(prompts):
-        order = (on, off) if index % 2 else (off, on)
+        turn = index % len(arms)
         # A salt of its own: a draft that has seen this very answer before would flatter.
         salt = "" if shared else secrets.token_hex(4)
-        answers = {engine: await engine.run(prompt, tokens, temperature, index, salt) for engine in order}
-        pairs.append((answers[on], answers[off]))
-    for with_drafts, without in pairs:
-        if with_drafts.ids != without.ids:
-            raise SystemExit("outputs differ with and without drafts")
-    kept = [pair for pair in pairs if repeated_share(pair[0].ids) <= LOOPING and len(pair[0].ids) >= 16]
+        answers = {
+            arm: await engines[arm].run(prompt, tokens, temperature, index, salt) for arm in arms[turn:] + arms[:turn]
+        }
+        for arm, answer in answers.items():
+            if answer.ids != answers["off"].ids:
+                raise SystemExit(f"outputs differ between off and {arm}")
+        rounds.append(answers)
+    kept = [answers for answers in rounds if _counts(answers["off"].ids)]
+    result: dict[str, object] = {
+        "answers": len(rounds),
+        "looping_or_short": len(rounds) - len(kept),
+        "mean_share_in_repeated_8grams": mean([repeated_share(answers["off"].ids) for answers in rounds]),
+        "tok_s_off": median([answers["off"].speed for answers in kept]),
+    }
+    for arm in arms:
+        if arm != "off":
+            result[arm] = _compared(arm, kept)
+    return result
+
+
+def _counts(ids: list[int]) -> bool:
+    """Neither looping nor too short to be timed."""
+    return repeated_share(ids) <= LOOPING and len(ids) >= 16
+
+
+def _compared(arm: str, rounds: list[dict[str, Answer]]) -> dict[str, object]:
+    """One arm against "off" over answers that count."""
+    found = [answers[arm] for answers in rounds]
+    ratios = [answers[arm].speed / answers["off"].speed for answers in rounds]
+    low, high = interval(ratios)
     return {
-        "answers": len(pairs),
-        "looping_or_short": len(pairs) - len(kept),
-        "mean_share_in_repeated_8grams": mean([repeated_share(a.ids) for a, _ in pairs]),
-        "tok_s_off": median([b.speed for _, b in kept]),
-        "tok_s_on": median([a.speed for a, _ in kept]),
-        "median_ratio": median([a.speed / b.speed for a, b in kept]),
-        "ratios": [round(a.speed / b.speed, 3) for a, b in kept],
-        "acceptance_length": mean([len(a.ids) / max(1, a.steps) for a, _ in kept]),
-        "acceptance_length_looping": mean([len(a.ids) / max(1, a.steps) for a, _ in pairs if (a, _) not in kept]),
-        "accepted_of_proposed": sum(a.accepted for a, _ in kept) / max(1, sum(a.proposed for a, _ in kept)),
-        "accepted_by_proposer": {name: sum(a.by_proposer.get(name, 0) for a, _ in kept) for name in names(kept)},
+        "tok_s": median([answer.speed for answer in found]),
+        "median_ratio": median(ratios),
+        "median_ci95": [low, high],
+        "acceptance_length": mean([len(answer.ids) / max(1, answer.steps) for answer in found]),
+        "accepted_of_proposed": mean([sum(a.accepted for a in found) / max(1, sum(a.proposed for a in found))]),
+        "accepted_by_proposer": {
+            name: sum(answer.by_proposer.get(name, 0) for answer in found)
+            for name in sorted({name for answer in found for name in answer.by_proposer})
+        },
     }
 
 
-def names(pairs: list[tuple[Answer, Answer]]) -> list[str]:
-    return sorted({name for answer, _ in pairs for name in answer.by_proposer})
+def interval(values: list[float], samples: int = 2_000) -> tuple[float, float]:
+    """95% interval of the median, by bootstrap over answers."""
+    if len(values) < 3:
+        return float("nan"), float("nan")
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(samples))
+    return round(medians[samples // 40], 3), round(medians[-samples // 40], 3)
 
 
-async def loaded(on: Engine, off: Engine, prompts: list[list[int]], tokens: int, pairs: int) -> dict[str, object]:
-    """All prompts at once: throughput with over without, pair by pair, with a 95% interval of the mean."""
+async def loaded(
+    engines: dict[str, Engine], arm: str, prompts: list[list[int]], tokens: int, pairs: int
+) -> dict[str, object]:
+    """All prompts at once: throughput of an arm over "off", pair by pair, with a 95% interval of the mean."""
 
     async def once(engine: Engine, turn: int) -> tuple[float, int]:
         began = time.perf_counter()
@@ -168,21 +202,79 @@ async def loaded(on: Engine, off: Engine, prompts: list[list[int]], tokens: int,
         spent = time.perf_counter() - began
         return sum(len(answer.ids) for answer in answers) / spent, sum(answer.proposed for answer in answers)
 
-    ratios, drafts = [], 0
+    ratios, drafts, plain = [], 0, []
     for turn in range(pairs):
-        order = (on, off) if turn % 2 else (off, on)
         speeds = {}
-        for engine in order:
-            speeds[engine], proposed = await once(engine, turn)
+        for name in (arm, "off") if turn % 2 else ("off", arm):
+            speeds[name], proposed = await once(engines[name], turn)
             drafts += proposed
-        ratios.append(speeds[on] / speeds[off])
+        ratios.append(speeds[arm] / speeds["off"])
+        plain.append(speeds["off"])
     spread = 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
     return {
+        "arm": arm,
         "concurrency": len(prompts),
         "pairs": pairs,
+        "tok_s_off": median(plain),
         "mean_ratio": mean(ratios),
         "ci95": [round(mean(ratios) - spread, 4), round(mean(ratios) + spread, 4)],
         "drafts_proposed": drafts,
+    }
+
+
+def counters(port: int) -> dict[str, float]:
+    """The engine's own counters of speculation, by name and labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith("tandem_speculation_") and "_created" not in line:
+            name, _, value = line.rpartition(" ")
+            found[name.removeprefix("tandem_speculation_")] = float(value)
+    return found
+
+
+def by_position(found: dict[str, float]) -> dict[str, list[float]]:
+    """Per proposer, the share of verified drafts that were right at each position, given that they were verified."""
+    shares: dict[str, list[float]] = {}
+    for name, value in found.items():
+        if name.startswith("proposed_tokens_total") and value:
+            accepted = found.get(name.replace("proposed", "accepted"), 0.0)
+            shares.setdefault(name.split('proposer="')[1].split('"')[0], []).append(round(accepted / value, 3))
+    return shares
+
+
+def rows(model: str, turns: int, head: str) -> dict[str, object]:
+    """Milliseconds of a decode step by rows, and of one drafted token of the head."""
+    from engine_service.speculation.head import load
+    from tandem.lm.proposers.head import HeadRun
+    from tandem.lm.runner import load_runner
+    from tandem.lm.runner_settings import RunnerSettings
+    from tandem.lm.types import SamplingParams, Sequence, Slice
+    from tandem.models.store import resolve
+
+    runner = load_runner(RunnerSettings(resolve(model).path, kv_cache_bytes=64 << 20, max_num_batched_tokens=256))
+    prompt = list(range(1000, 1200))
+    sequence = Sequence(1, 0, SamplingParams(temperature=0.0), prompt, len(prompt))
+    table = list(range(20))
+    first = runner.execute([Slice(sequence, table, 0, len(prompt), hidden=runner.spec.gives_hidden)])[0]
+    sequence.token_ids.append(first.token_ids[0])
+    took: dict[int, list[float]] = {count: [] for count in (1, 2, 3, 4, 5, 6, 8)}
+    proposer, drafting = load(head, runner), []
+    for _ in range(turns):
+        for count, times in took.items():
+            piece = Slice(sequence, table, len(prompt), 1, tuple(range(2000, 2000 + count - 1)))
+            began = time.perf_counter()
+            runner.execute([piece])
+            times.append((time.perf_counter() - began) * 1e3)
+        if proposer is not None and first.hidden is not None:
+            began = time.perf_counter()
+            proposer.draft([HeadRun(sequence, first.hidden[0], 3)])
+            drafting.append((time.perf_counter() - began) * 1e3 / 3)
+    return {
+        "kernel_path": runner.spec.kernel_path,
+        "ms_by_rows": {count: median(times) for count, times in took.items()},
+        "head_ms_per_token": median(drafting),
     }
 
 
@@ -195,74 +287,104 @@ def median(values: list[float]) -> float:
 
 
 @contextlib.contextmanager
-def processes(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Starts draft and both engines, or takes the addresses of running ones."""
-    if arguments.on and arguments.off:
-        yield arguments.on, arguments.off
-        return
+def processes(arguments: argparse.Namespace) -> Iterator[dict[str, tuple[str, int]]]:
+    """Starts the draft and one engine per arm: (address, port of its metrics) by arm."""
     with tempfile.TemporaryDirectory(prefix="ts") as name, contextlib.ExitStack() as stack:
         run = Path(name)
         tandem = [sys.executable, "-m", "tandem.cli"]
-        draft = [*tandem, "draft", "--listen", f"unix:{run}/d.sock", *arguments.draft_args.split()]
         engine = [*tandem, "engine", "--model", arguments.model, *arguments.engine_args.split()]
-        commands = [
-            draft,
-            [*engine, "--listen", f"unix:{run}/on.sock", "--draft", f"unix:{run}/d.sock"],
-            [*engine, "--listen", f"unix:{run}/off.sock"],
-        ]
+        with_draft, with_head = ["--draft", f"unix:{run}/d.sock"], ["--head", arguments.head]
+        flags = {
+            "off": ["--head", "none"],
+            "copy": [*with_draft, "--head", "none"],
+            "head": with_head,
+            "both": [*with_draft, *with_head],
+        }
+        commands = [[*tandem, "draft", "--listen", f"unix:{run}/d.sock", *arguments.draft_args.split()]]
+        found = {}
+        for arm in arguments.arms:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            found[arm] = f"unix:{run}/{arm}.sock", port
+            commands.append([*engine, "--listen", found[arm][0], "--metrics-listen", f"127.0.0.1:{port}", *flags[arm]])
         for number, command in enumerate(commands):
             log = stack.enter_context((run / f"{number}.log").open("w"))
             process = subprocess.Popen(command, stderr=log)
             stack.callback(process.wait, 20)
             stack.callback(process.terminate)
-        yield f"unix:{run}/on.sock", f"unix:{run}/off.sock"
+        yield found
 
 
-async def measure(arguments: argparse.Namespace, on_address: str, off_address: str) -> dict[str, object]:
-    on, off = Engine(on_address), Engine(off_address)
-    tokenizer = Tokenizer(await on.ready())
-    await off.ready()
-    chat = [chat_ids(tokenizer, text) for text in CHAT]
-    copy = [chat_ids(tokenizer, text) for text in COPY]
-    for engine in (on, off):
-        await engine.run(chat[0], 16, 0.0, 0)
-    count, tokens = arguments.prompts, arguments.tokens
+PARTS = {
+    "chat": (("chat_t0", CHAT, 0.0), ("chat_t0.8", CHAT, 0.8)),
+    "copy": (("copy_t0", COPY, 0.0), ("copy_t0.8", COPY, 0.8)),
+}
+
+
+async def measure(arguments: argparse.Namespace, arms: dict[str, tuple[str, int]]) -> dict[str, object]:
+    engines = {arm: Engine(address) for arm, (address, _) in arms.items()}
+    bundles = [await engine.ready() for engine in engines.values()]
+    tokenizer = Tokenizer(bundles[0])
+    for engine in engines.values():
+        for text in CHAT[-2:]:
+            # Warm, and the control of drafts knows the cost of steps.
+            await engine.run(chat_ids(tokenizer, text), arguments.warm, 0.0, 0)
     result: dict[str, object] = {}
-    for name, prompts, temperature in (
-        ("chat_t0", chat, 0.0),
-        ("chat_t0.8", chat, 0.8),
-        ("copy_t0", copy, 0.0),
-        ("copy_t0.8", copy, 0.8),
-    ):
-        if arguments.only and name not in arguments.only:
-            continue
-        result[name] = await single(on, off, prompts[:count], tokens, temperature, arguments.shared)
-        print(name, json.dumps(result[name]), flush=True)
-    if arguments.pairs:
-        many = (chat * 32)[: arguments.concurrency]
-        result["loaded"] = await loaded(on, off, many, arguments.loaded_tokens, arguments.pairs)
-        print("loaded", json.dumps(result["loaded"]), flush=True)
+    for part, kinds in PARTS.items():
+        for name, texts, temperature in kinds:
+            if part in arguments.part and (not arguments.only or name in arguments.only):
+                prompts = [chat_ids(tokenizer, text) for text in texts[: arguments.prompts]]
+                result[name] = await single(engines, prompts, arguments.tokens, temperature, arguments.shared)
+                print(name, json.dumps(result[name]), flush=True)
+    if "load" in arguments.part and arguments.pairs:
+        many = [chat_ids(tokenizer, text) for text in (CHAT * 32)[: arguments.concurrency]]
+        arm = arguments.arms[-1]
+        before = counters(arms[arm][1])
+        loading = await loaded(engines, arm, many, arguments.loaded_tokens, arguments.pairs)
+        after = counters(arms[arm][1])
+        loading["head_tokens"] = sum(after[n] - before.get(n, 0.0) for n in after if n.startswith("head_tokens"))
+        loading["questions"] = sum(after[n] - before.get(n, 0.0) for n in after if n.startswith("questions"))
+        result["loaded"] = loading
+        print("loaded", json.dumps(loading), flush=True)
+    for arm, (_, port) in arms.items():
+        found = counters(port)
+        if found:
+            shown = {
+                n.split("{")[0].removesuffix("_total"): round(v, 3) for n, v in found.items() if "position" not in n
+            }
+            result[f"counters_{arm}"] = {"right_by_position": by_position(found), **shown}
+            print(f"counters_{arm}", json.dumps(result[f"counters_{arm}"]), flush=True)
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--on", default="", help="address of an engine with drafts")
-    parser.add_argument("--off", default="", help="address of an engine without")
-    parser.add_argument("--engine-args", default="", help="further flags of both engines")
+    parser.add_argument("--part", nargs="*", choices=["chat", "copy", "load", "rows"], default=["chat", "copy", "load"])
+    parser.add_argument("--arms", nargs="*", choices=["off", "copy", "head", "both"], default=["off", "copy", "both"])
+    parser.add_argument("--head", default="auto", help="head of the arms that have one: auto or a file")
+    parser.add_argument("--engine-args", default="", help="further flags of all engines")
     parser.add_argument("--draft-args", default="", help="further flags of the draft")
     parser.add_argument("--prompts", type=int, default=12, help="prompts per kind")
-    parser.add_argument("--tokens", type=int, default=160, help="most tokens per answer")
-    parser.add_argument("--only", nargs="*", help="kinds to run")
+    parser.add_argument("--tokens", type=int, default=128, help="most tokens per answer")
+    parser.add_argument("--warm", type=int, default=64, help="tokens of the two answers that warm each engine")
+    parser.add_argument("--only", nargs="*", help="kinds of the parts to run, such as chat_t0.8")
     parser.add_argument("--shared", action="store_true", help="one salt for all: the draft learns from every answer")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--loaded-tokens", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=0, help="interleaved pairs at full concurrency; 0: none")
     parser.add_argument("--json", type=Path, help="file for the result")
     arguments = parser.parse_args()
-    with processes(arguments) as (on, off):
-        result = asyncio.run(measure(arguments, on, off))
+    if "off" not in arguments.arms:
+        parser.error("--arms needs off, with which the others are compared")
+    result: dict[str, object] = {}
+    if "rows" in arguments.part:
+        result["rows"] = rows(arguments.model, arguments.prompts * 5, arguments.head)
+        print("rows", json.dumps(result["rows"]), flush=True)
+    if set(arguments.part) - {"rows"}:
+        with processes(arguments) as arms:
+            result |= asyncio.run(measure(arguments, arms))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))
 
