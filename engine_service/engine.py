@@ -21,6 +21,7 @@ from engine_service.settings import EngineSettings
 from engine_service.speculation import SpeculationController
 from engine_service.stats import LoopStats
 from engine_service.validate import Limits, Validated
+from engine_service.watchdog import TICK_S, Watchdog
 from tandem.engine.v1 import engine_pb2
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_WATCH_S = 0.25
 READY, DRAINING, STUCK = (
     engine_pb2.ENGINE_STATE_READY,
     engine_pb2.ENGINE_STATE_DRAINING,
@@ -228,15 +228,13 @@ class Engine:
 
     async def watch(self, on_stuck: asyncio.Event, on_recovered: asyncio.Event) -> None:
         """Sets `on_stuck` when a step hangs, and `on_recovered` when it has ended after all. Runs until cancelled."""
-        before = self.state
+        before, watchdog = self.state, Watchdog(self.stats, self.settings.stall_limit)
         while True:
-            await asyncio.sleep(_WATCH_S)
-            started = self.stats.step_started
-            limit = max(self.settings.stall_limit, 3 * self.stats.longest_step_ms / 1000)
-            hung = started is not None and time.monotonic() - started > limit
+            await asyncio.sleep(TICK_S)
+            hung = watchdog.look()
             if hung and self.state != STUCK:
                 before, self.state = self.state, STUCK
-                self.stats.last_error = f"a step has run for more than {limit:.1f} s"
+                self.stats.last_error = f"a step has run for more than {watchdog.limit_s:.1f} s"
                 log.error(self.stats.last_error)
                 self.end_streams(TandemError("NO_ENGINE", "the engine is stuck in a step", retry_after_s=5.0))
                 on_stuck.set()

@@ -1,4 +1,4 @@
-"""An engine process over the fake model, for tests of signals. Arguments: listen, step_s, grace_s."""
+"""An engine process over the fake model, for tests of signals. Arguments: listen, step_s, grace_s, stall_limit_s."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SlowRunner(FakeRunner):
 
 
 if __name__ == "__main__":
-    options = EngineSettings(listen=sys.argv[1], grace=float(sys.argv[3]))
+    options = EngineSettings(listen=sys.argv[1], grace=float(sys.argv[3]), stall_limit=float(sys.argv[4]))
     runner = SlowRunner(float(sys.argv[2]))
     load = functools.partial(Engine, options, runner, byte_tokenizer(), NullSpeculation(), ("fake",))
     main.Process = functools.partial(main.Process, load=lambda _settings: load())  # type: ignore[misc, assignment]

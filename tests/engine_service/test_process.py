@@ -43,7 +43,7 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def start(folder: Path, step_s: float, grace: float) -> AsyncIterator[Running]:
+async def start(folder: Path, step_s: float, grace: float, stall_limit: float = 30.0) -> AsyncIterator[Running]:
     socket = folder / "e"
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -52,6 +52,7 @@ async def start(folder: Path, step_s: float, grace: float) -> AsyncIterator[Runn
         f"unix:{socket}",
         str(step_s),
         str(grace),
+        str(stall_limit),
         cwd=ROOT,
         stderr=asyncio.subprocess.DEVNULL,
     )
@@ -135,3 +136,14 @@ async def test_address_in_use_and_bad_model_are_one_line_and_a_code(short_tmp: P
     assert code == 2 and "256.1.1.1:70" in told and "Traceback" not in told
     code, told = await run(begin + f"sys.exit(run(S(listen='unix:{short_tmp}/x', model='{short_tmp}/missing.gguf')))")
     assert code == 1 and "missing.gguf" in told and "Traceback" not in told
+
+
+async def test_a_stopped_process_goes_on_where_it_was(short_tmp: Path) -> None:
+    """A container that was paused has no hung step, and fails no request when it runs again."""
+    async with start(short_tmp, 0.1, 30, stall_limit=1.0) as running:
+        call = running.stub.Generate(ask(stop=pb.StopConditions(max_tokens=15, ignore_eos=True)))
+        await asyncio.sleep(0.3)
+        running.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.5)
+        running.process.send_signal(signal.SIGCONT)
+        assert sum(len(event.delta.ids) for event in await read(call)) == 15
