@@ -25,7 +25,7 @@ NextToken = Callable[[list[int], SamplingParams, int], int]
 
 
 def digest(parent: bytes, token: int) -> bytes:
-    """What a KV slot holds: a hash of its token and all before it."""
+    """What a KV slot holds: a hash of its token, all before it, and the salt under which they were computed."""
     return hashlib.blake2b(parent + token.to_bytes(4, "little"), digest_size=8).digest()
 
 
@@ -84,6 +84,8 @@ class FakeRunner:
         )
         self.next_token = next_token or hashed_next(vocab_size)
         self.kv: list[list[bytes | None]] = [[None] * block_size for _ in range(num_blocks)]
+        # By sequence id, where a test tells them: then KV that was written under another salt is wrong content.
+        self.salts: dict[int, bytes] = {}
         self.slices: list[Slice] = []
         self.steps = 0
         self.max_tokens_seen = 0
@@ -136,8 +138,8 @@ class FakeRunner:
     def close(self) -> None:
         self.closed = True
 
-    def expected(self, tokens: Iterable[int]) -> list[bytes]:
-        chain, parent = [], b""
+    def expected(self, tokens: Iterable[int], salt: bytes = b"") -> list[bytes]:
+        chain, parent = [], salt
         for token in tokens:
             parent = digest(parent, token)
             chain.append(parent)
@@ -151,14 +153,15 @@ class FakeRunner:
         assert piece.count >= 1 and piece.start + piece.count <= len(ids)
         assert not piece.drafts or piece.start + piece.count == len(ids)
         tokens = [*ids[: piece.start + piece.count], *piece.drafts]
-        chain = self.expected(tokens)
+        chain = self.expected(tokens, self.salts.get(piece.sequence.id, b""))
         for position in range(piece.start, len(tokens)):
             block, offset = self.slot(piece.block_table, position)
             self.kv[block][offset] = chain[position]
 
     def _check(self, piece: Slice) -> None:
         tokens = [*piece.sequence.token_ids[: piece.start + piece.count], *piece.drafts]
-        for position, wanted in enumerate(self.expected(tokens)):
+        salt = self.salts.get(piece.sequence.id, b"")
+        for position, wanted in enumerate(self.expected(tokens, salt)):
             block, offset = self.slot(piece.block_table, position)
             if self.kv[block][offset] != wanted:
                 raise KvError(f"sequence {piece.sequence.id} reads position {position} in block {block}: wrong content")
@@ -222,7 +225,7 @@ class FakeRunner:
 
     def verify(self, choice: Choice) -> None:
         """A choice's computed KV is that of its own prefix, whoever wrote it."""
-        chain = self.expected(choice.sequence.token_ids[: choice.num_computed])
+        chain = self.expected(choice.sequence.token_ids[: choice.num_computed], choice.request.salt)
         for position, wanted in enumerate(chain):
             block, offset = self.slot(choice.blocks, position)
             if self.kv[block][offset] != wanted:

@@ -81,6 +81,8 @@ class Harness:
         for index in range(n):
             ids = (emitted or {}).get(index, [])
             sequence = Sequence(next(self._sequence_ids), index, params, [*prompt, *ids], len(prompt))
+            if isinstance(self.runner, FakeRunner):
+                self.runner.salts[sequence.id] = salt
             choice = Choice(request, sequence, max_output)
             request.choices.append(choice)
             job.trackers[index] = StopTracker(choice, rules or StopRules(), TOKENIZER)

@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         output=st.integers(0, 14),
         n=st.integers(1, 3),
         seed=st.one_of(st.none(), st.integers(0, 3)),
-        salt=st.sampled_from([b"", b"s"]),
+        salt=st.sampled_from([b"", b"s", b"t"]),
         priority=st.integers(-2, 2),
         wait=st.one_of(st.none(), st.floats(0.5, 20)),
         scored=st.booleans(),
