@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of each text")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--only", default="", help="variants whose name has this in it")
     options = parser.parse_args()
     model = resolve("smollm2-135m-instruct").path
     tokenizer = Tokenizer(load_bundle(model))
@@ -84,7 +85,7 @@ def main() -> None:
     best = np.array([score.top_ids[0] for score in base])
     print(f"{len(base)} tokens, perplexity of fp32 {np.exp(-exact.mean()):.3f}\n")
     print("| | mean abs. difference of logprobs | largest | top-1 agreement | perplexity |\n|---|---|---|---|---|")
-    for variant in VARIANTS:
+    for variant in (variant for variant in VARIANTS if options.only in variant.name):
         found = scores(variant, model, texts, options.threads)
         logprobs = np.array([score.logprob for score in found])
         apart = np.abs(logprobs - exact)

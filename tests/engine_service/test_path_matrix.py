@@ -24,9 +24,10 @@ from tandem.lm.types import Runner, SamplingParams, TokenScore
 from tests.engine_service.fakes import BYTE_VOCAB
 from tests.engine_service.harness import Harness
 
-BLOCK = 8
+BLOCK = 16
 OUTPUT = 24
-ROOMY, TIGHT = 80, 17
+KV_HEADS, HEAD_DIM = 2, 16
+ROOMY, TIGHT = 40, 6
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 SEEDED = SamplingParams(temperature=1.0, seed=99, logprobs=2)
 SHAPED = SamplingParams(
@@ -84,15 +85,18 @@ class RealHarness(Harness):
 
 
 def _kv_tensors(runner: Runner) -> list[torch.Tensor]:
-    """K and V of all layers, [num_blocks, num_kv_heads, block_size, head_dim], as what can hold NaN."""
+    """Views of K and V of all layers, [num_blocks, num_kv_heads, BLOCK, head_dim], in types that can hold NaN."""
     cache = getattr(runner._kv, "_cache", runner._kv)  # type: ignore[attr-defined]
-    found = [*cache.keys, *cache.values]
-    return [
-        torch.from_numpy(item).view(torch.bfloat16)
-        if getattr(item, "dtype", None) == "uint16"
-        else (torch.from_numpy(item) if isinstance(item, np.ndarray) else item)
-        for item in found
-    ]
+    if isinstance(cache.keys[0], torch.Tensor):
+        return [*cache.keys, *cache.values]
+    found = []
+    for array, slots_last in [*((keys, True) for keys in cache.keys), *((values, False) for values in cache.values)]:
+        tensor = torch.from_numpy(array)
+        tensor = tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+        # The kernels keep the keys of 16 tokens side by side, which here are a whole block.
+        shape = (len(array), KV_HEADS, HEAD_DIM, BLOCK) if slots_last else (len(array), KV_HEADS, BLOCK, HEAD_DIM)
+        found.append(tensor.view(shape).transpose(2, 3) if slots_last else tensor.view(shape))
+    return found
 
 
 class Recalling(NullSpeculation):
@@ -117,21 +121,25 @@ class Recalling(NullSpeculation):
         self.accepted += accepted
 
 
-@pytest.fixture(scope="module", params=["torch-exact", "auto-fast"])
+@pytest.fixture(scope="module", params=["torch-exact", "native-fast"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """A random Llama over bytes, on the torch path and on whatever this machine's fast path is."""
+    """A random Llama over bytes, on the torch path and on the compiled one with its narrow weights and KV."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     kernels, numerics = request.param.split("-")
+    if kernels == "native":
+        cpu = pytest.importorskip("kernels.cpu")
+        if not cpu.available():
+            pytest.skip(cpu.reason())
     torch.manual_seed(1)
     torch.set_num_threads(1)
     config = LlamaConfig(
         vocab_size=BYTE_VOCAB,
-        hidden_size=64,
+        hidden_size=4 * HEAD_DIM,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=KV_HEADS,
         max_position_embeddings=512,
         initializer_range=0.2,
     )
@@ -140,6 +148,8 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     loaded = load_runner(
         RunnerSettings(path, numerics=numerics, kernels=kernels, threads=1, block_size=BLOCK, kv_cache_bytes=4 << 20)
     )
+    assert loaded.spec.kernel_path.startswith("cpu/")
+    assert loaded.spec.kernel_path.endswith("torch") == (kernels == "torch"), "no other path takes over in silence"
     yield loaded
     loaded.close()
 
