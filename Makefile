@@ -90,10 +90,12 @@ $(STAMPS)/torch: | $(STAMPS)/venv
 	@touch $@
 
 $(STAMPS)/run: pyproject.toml setup.py | $(STAMPS)/torch
+	@echo "Installing Tandem and what it needs: some minutes without a word."
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c $(STAMPS)/constraints.txt grpcio-tools -e .
 	@touch $@
 
 $(STAMPS)/dev: pyproject.toml setup.py | $(STAMPS)/torch
+	@echo "Installing Tandem, what it needs, and what its tests need: some minutes without a word."
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c $(STAMPS)/constraints.txt -e '.[dev]'
 	@touch $(STAMPS)/run $@
 
@@ -102,6 +104,7 @@ $(STAMPS)/stubs: $(PROTOS) protos/generate.py | $(STAMPS)/run
 	@touch $@
 
 $(STAMPS)/kernels-built: $(KERNEL_SOURCES) | $(STAMPS)/run
+	@echo "Building the C++ kernels: about a minute."
 	@if [ -f kernels/cpu/build.py ]; then $(BUILD_KERNELS) || \
 	echo "The C++ kernels could not be built (see above): everything runs on the slower torch path."; fi
 	@touch $@
