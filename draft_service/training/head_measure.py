@@ -68,22 +68,24 @@ def _count(
     """One chunk of rows, with the head's own drafts as inputs (`free`) or the target's tokens (`forced`)."""
     state = np.ascontiguousarray(net.start(corpus.hidden[rows].astype(np.float32)))
     inputs = corpus.tokens[rows]
-    alive = np.ones(len(rows), bool)
     for ahead in range(1, len(forced) + 1):
+        # Answers that end here are done, and of the head's own drafts those behind a wrong one.
+        there = corpus.left[rows] >= ahead
+        rows, inputs, state = rows[there], inputs[there], np.ascontiguousarray(state[there])
+        if not len(rows):
+            return
         logits = net.step(state, np.ascontiguousarray(embedding[inputs]))
         if temperature > 0:
             places = (corpus.place[rows] + ahead)[:, None]
             logits = logits / np.float32(temperature) + noise.gumbel(corpus.talk[rows][:, None], places, ids, 0)
-        drafts = ids[logits.argmax(axis=1)].astype(np.int64)
-        there = corpus.left[rows] >= ahead
-        truth = corpus.tokens[np.minimum(rows + ahead, len(corpus) - 1)]
-        right = (drafts == truth) & there
+        truth = corpus.tokens[rows + ahead]
+        right = ids[logits.argmax(axis=1)] == truth
+        inputs = truth
         if free is None:
             forced[ahead - 1][0] += int(right.sum())
-            forced[ahead - 1][1] += int(there.sum())
-            inputs = truth
+            forced[ahead - 1][1] += len(rows)
         else:
-            free.reached[ahead - 1] += int((alive & there).sum())
-            alive &= right
-            free.right[ahead - 1] += int(alive.sum())
-            inputs = drafts
+            free.reached[ahead - 1] += len(rows)
+            free.right[ahead - 1] += int(right.sum())
+            # A right draft is the truth.
+            rows, inputs, state = rows[right], inputs[right], np.ascontiguousarray(state[right])

@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--target", default="smollm2-135m-instruct", help="model name, directory or .gguf of the target"
     )
-    result.add_argument("--out", type=Path, required=True, help="directory for conversations, draft and card.json")
+    result.add_argument("--out", type=Path, required=True, help="directory for conversations, draft and card")
     result.add_argument("--data", type=Path, nargs="*", default=[], help="files of user prompts, one per line")
     result.add_argument(
         "--also", type=Path, nargs="*", default=[], help="directories of further conversations, of other seeds"
@@ -59,6 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (GatherError, StatesError) as error:
         print(error)
         return 1
-    (options.out / "card.json").write_text(json.dumps(card, indent=1) + "\n")
+    (options.out / f"{options.kind}.card.json").write_text(json.dumps(card, indent=1) + "\n")
     print(json.dumps(card, indent=1))
     return 0

@@ -9,8 +9,10 @@ from pathlib import Path
 from draft_service.training.gather import GatherError, Place, count_tokens
 from draft_service.training.generate import Talk, read, turn_mark
 
-# Every so many conversations one is held out.
+# Of every so many groups of conversations one is held out. A group has one conversation of each kind: user turn
+# composed or the target's own, answer greedy or sampled.
 _HELD_OUT = 20
+_KINDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,11 @@ class Divided:
 def divide(places: list[Place]) -> Divided:
     """Raises GatherError if either part would be empty."""
     talks = [read(place.talks) for place in places]
-    learnt = {_prompt(talk) for part in talks for talk in part if talk[0] % _HELD_OUT}
+    learnt = {_prompt(talk) for part in talks for talk in part if not _for_test(talk)}
     found: list[set[int]] = []
     dropped: list[set[int]] = []
     for part in talks:
-        candidates = [talk for talk in part if talk[0] % _HELD_OUT == 0]
+        candidates = [talk for talk in part if _for_test(talk)]
         found.append({talk[0] for talk in candidates if _prompt(talk) not in learnt})
         dropped.append({talk[0] for talk in candidates} - found[-1])
     divided = Divided(places, talks, found, dropped)
@@ -73,6 +75,10 @@ def describe(divided: Divided) -> dict[str, object]:
         "held_out_conversations": len(test),
         "held_out_tokens": count_tokens([(ids, answer) for _, ids, answer in test]),
     }
+
+
+def _for_test(talk: Talk) -> bool:
+    return talk[0] // _KINDS % _HELD_OUT == 0
 
 
 def _prompt(talk: Talk) -> bytes:

@@ -107,8 +107,8 @@ def test_conversations_of_another_plan_are_refused(tmp_path: Path) -> None:
 def test_no_held_out_prompt_was_learnt_from(tmp_path: Path) -> None:
     first, second = Place(tmp_path / "a"), Place(tmp_path / "b")
     for place, talks in (
-        (first, [(0, [1, 1, 9], 2), (20, [1, 2, 9], 2), (21, [3, 3, 9], 2)]),
-        (second, [(1, [1, 2, 8], 2), (40, [5, 5, 9], 2)]),
+        (first, [(0, [1, 1, 9], 2), (81, [1, 2, 9], 2), (21, [3, 3, 9], 2)]),
+        (second, [(5, [1, 2, 8], 2), (163, [5, 5, 9], 2)]),
     ):
         place.path.mkdir()
         append(place.talks, talks)
@@ -137,6 +137,7 @@ def test_head_and_table_of_one_gathering(model: Path, runner: Runner, tmp_path: 
     # Again from its checkpoint: nothing is left to do, and the file is the same but for nothing.
     head.fit(options, 0.0)
     assert path.read_bytes() == first
+    assert {"greedy", "sampled"} == set(card["held_out"])  # type: ignore[call-overload]
     of_table = table.fit(options, 0.0)
     for name in ("conversations", "answer_tokens", "held_out_tokens"):
         assert of_table[name] == card[name]
