@@ -10,7 +10,8 @@ import grpc
 from router.admission import Job
 from router.policies import Candidate
 from router.recorder import explain
-from router.service import InferenceServicer, make_query
+from router.requests import make_query
+from router.service import InferenceServicer
 from router.settings import POLICIES
 from tandem.errors import TandemError, abort, invalid
 from tandem.router.v1 import router_pb2 as rpb

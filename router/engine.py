@@ -13,9 +13,11 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from router.attempt import Attempt
 from router.index import PrefixIndex
 from router.kv_feed import KvFeed, Verdict
 from router.load import EngineLoad, LoadReport
+from router.outlier import Outlier
 from router.policies import Policy
 from router.settings import RouterSettings
 from tandem import rpc
@@ -27,25 +29,11 @@ from tandem.router.v1 import router_pb2 as rpb
 log = logging.getLogger("router.engine")
 
 INFERENCE = "/tandem.inference.v1.InferenceService/"
-MAX_REST_S = 30.0
 FIRST_STEP_PATIENCE = 3
 # Between tries to reach an engine that does not answer.
 RECONNECT_S = (0.1, 2.0)
 # An engine without KV events is asked again so seldom.
 NO_EVENTS_RETRY_S = 30.0
-
-
-class Attempt:
-    """One call to an engine that can be given up from outside."""
-
-    def __init__(self) -> None:
-        self.call: Any = None
-        self.hung = ""
-
-    def give_up(self, reason: str) -> None:
-        self.hung = reason
-        if self.call is not None:
-            self.call.cancel()
 
 
 class Engine:
@@ -74,12 +62,9 @@ class Engine:
         self.hung = ""
         self.draining_here = False
         self.delisted = False
-        self.failures = 0
+        self.outlier = Outlier(settings.eject_failures, settings.eject_s)
         self.last_error = ""
         self.attempts: set[Attempt] = set()
-        self._rest_s = settings.eject_s
-        self._rest_until = 0.0
-        self._probing = False
         self._steps_at = 0.0
         self._stuck_steps = -1
         self._tasks: list[asyncio.Task[None]] = []
@@ -160,7 +145,7 @@ class Engine:
             self.model = report.model
             self.load.block_size = report.model.block_size or self.load.block_size
             self.load.max_model_len = report.model.max_model_len
-        self.load.update(to_load_report(report), now)
+        self.load.update(LoadReport.of(report), now)
         self._changed(self)
 
     def _new_process(self, report: epb.WatchLoadResponse, now: float) -> None:
@@ -172,8 +157,8 @@ class Engine:
                 self.feed.reset()
             self.load.slot, self.load.events_live = self.feed.slot, self.feed.live
             self._policy().add(self.load)
-        self.failures, self.hung, self._probing = 0, "", False
-        self._rest_s, self._rest_until, self._steps_at = self._settings.eject_s, 0.0, now
+        self.outlier.reset()
+        self.hung, self._steps_at = "", now
 
     def _move_slot(self) -> None:
         """The feed has a new bit in the index: predictions under the old one are void."""
@@ -220,6 +205,11 @@ class Engine:
     # -- judging
 
     @property
+    def failures(self) -> int:
+        """Failures in a row."""
+        return self.outlier.failures
+
+    @property
     def state(self) -> rpb.FleetState:
         """Its FleetState now."""
         report = self.last
@@ -231,7 +221,7 @@ class Engine:
             return rpb.FLEET_STATE_STARTING
         if report.state == epb.ENGINE_STATE_DRAINING or self.draining_here or self.delisted:
             return rpb.FLEET_STATE_DRAINING
-        if self.failures >= self._settings.eject_failures or not self.serving:
+        if self.outlier.suspect or not self.serving:
             return rpb.FLEET_STATE_SUSPECT
         return rpb.FLEET_STATE_READY
 
@@ -240,7 +230,7 @@ class Engine:
         state = self.state
         if state == rpb.FLEET_STATE_READY:
             return ""
-        if state == rpb.FLEET_STATE_SUSPECT and self.serving and now >= self._rest_until and not self._probing:
+        if state == rpb.FLEET_STATE_SUSPECT and self.serving and self.outlier.may_probe(now):
             return ""
         return rpb.FleetState.Name(state).removeprefix("FLEET_STATE_").lower()
 
@@ -268,8 +258,7 @@ class Engine:
         self.hung = self.last_error = reason
         self._stuck_steps = self.last.steps if self.last else -1
         # When it moves again it is suspect: one probe must succeed before it gets work as usual.
-        self.failures = max(self.failures, self._settings.eject_failures - 1)
-        self.failed(reason)
+        self.outlier.condemn(time.monotonic())
         self.give_up_all(reason)
         self._changed(self)
 
@@ -280,23 +269,19 @@ class Engine:
     def began(self) -> None:
         """A request is sent; to a suspect engine it is the probe."""
         if self.state == rpb.FLEET_STATE_SUSPECT:
-            self._probing = True
+            self.outlier.probe()
 
     def succeeded(self) -> None:
-        self.failures, self._probing, self._rest_s = 0, False, self._settings.eject_s
+        self.outlier.succeeded()
 
     def failed(self, reason: str) -> None:
         """Counts a failure that is the engine's fault."""
-        self.failures += 1
         self.last_error = reason
-        if self.failures >= self._settings.eject_failures:
-            self._rest_until = time.monotonic() + self._rest_s * random.uniform(0.9, 1.1)
-            self._rest_s = min(2 * self._rest_s, MAX_REST_S)
-        self._probing = False
+        self.outlier.failed(time.monotonic())
 
     def ended(self) -> None:
         """A request ended without saying anything about the engine."""
-        self._probing = False
+        self.outlier.ended()
 
     def metadata(self, request_id: str = "") -> tuple[tuple[str, str], ...]:
         """Call metadata: the services' token, and the id for the engine's log."""
@@ -316,23 +301,6 @@ class Engine:
             indexed_blocks=self.feed.indexed(),
             events_live=self.feed.live,
         )
-
-
-def to_load_report(report: epb.WatchLoadResponse) -> LoadReport:
-    return LoadReport(
-        epoch=report.epoch,
-        running=report.running,
-        waiting=report.waiting,
-        uncached_tokens=report.uncached_waiting_tokens,
-        kv_blocks_used=report.kv_blocks_used,
-        kv_blocks_total=report.kv_blocks_total,
-        prefill_tokens_per_s=report.prefill_tokens_per_s,
-        decode_step_s=report.decode_step_ms / 1000,
-        draft_acceptance=report.draft_acceptance,
-        max_num_seqs=report.max_num_seqs,
-        max_waiting=report.max_waiting,
-        taken_tokens=report.prefill_tokens + report.cached_tokens,
-    )
 
 
 async def cancel_quietly(task: asyncio.Task[Any]) -> None:

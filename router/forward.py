@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from dataclasses import dataclass
 from typing import cast
 
 import grpc
 
 from router import tracing
-from router.admission import Admission, Grant, Job
-from router.engine import Attempt
-from router.live import LiveConfig
-from router.metrics import RouterMetrics
+from router.admission import Grant, Job
+from router.attempt import Attempt, AttemptStream, broken
+from router.forwarded import Forwarded
 from router.outbox import Outbox
 from router.policies import Query
-from router.recorder import Decision, Recorder
-from router.retry import CrashList, Failure, KeptBytes, RetryBudget
-from router.settings import RouterSettings
+from router.recorder import Decision
+from router.retry import Failure, Turn
+from router.shared import Shared
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
-from tandem.resume import BrokenStreamError, build_resume, split_events
+from tandem.resume import BrokenStreamError, build_resume
 from tandem.tracing import NULL_SPAN, Span, names
 
 log = logging.getLogger("router.request")
 
 # How much longer than the deadline the router waits for the engine's own, better error.
 DEADLINE_SLACK_S = 0.5
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all requests of a router share."""
-
-    settings: RouterSettings
-    live: LiveConfig
-    admission: Admission
-    budget: RetryBudget
-    kept: KeptBytes
-    crashes: CrashList
-    recorder: Recorder
-    metrics: RouterMetrics
 
 
 class Generation:
@@ -66,20 +49,19 @@ class Generation:
         self._job = job
         self._outbox = outbox
         self._span = span
-        self._forwarded: list[bytes] = []
-        self._kept_size = 0
-        self._resumable = True
+        self._forwarded = Forwarded(shared.kept, shared.metrics)
         self._crashed: list[str] = []
         self._accepted: pb.Accepted | None = None
         self._prompt_sent = False
-        self._in_budget = False
+        self._turn = Turn(shared.budget, shared.settings.retry_jitter_ms / 1000)
         self._stalled_retries = 0
         self._attempt = max(1, request.attempt)
         self._queued_s = 0.0
         self._ttft_s: float | None = None
-        self._tail = b""
         self._engine = ""
         self._decision: Decision | None = None
+        # Of the attempt that runs.
+        self._grant: Grant | None = None
         self.outcome = "error"
 
     async def run(self) -> None:
@@ -106,9 +88,9 @@ class Generation:
             self.outcome = "deadline" if error.reason == "DEADLINE" else "error"
             raise
         finally:
-            self._leave_budget()
+            self._turn.leave()
             self._shared.budget.live -= 1
-            self._shared.kept.give(self._kept_size)
+            self._forwarded.forget()
             self._shared.admission.finish(self._job)
             self._report()
 
@@ -159,23 +141,19 @@ class Generation:
         )
         attempt.call = call
         grant.engine.attempts.add(attempt)
-        stream = _AttemptStream(self, grant)
+        self._grant = grant
+        stream = AttemptStream(self)
         try:
             while (chunk := await call.read()) is not grpc.aio.EOF:
                 await self._forward(stream.filter(cast(bytes, chunk)))
-            return None if stream.finished_well() else _broken("the engine ended the stream without a usage event")
+            return None if stream.finished_well() else broken("the engine ended the stream without a usage event")
         except grpc.aio.AioRpcError as error:
-            return self._failure(error, stream)
+            return stream.failed(error)
         except BrokenStreamError as error:
-            return _broken(f"the engine sent a broken stream: {error}")
+            return broken(f"the engine sent a broken stream: {error}")
         except asyncio.CancelledError:
             if attempt.hung:
-                return Failure(
-                    TandemError("UNSPECIFIED", attempt.hung, code=grpc.StatusCode.UNAVAILABLE),
-                    retry=True,
-                    blame=True,
-                    crash=stream.accepted,
-                )
+                return stream.hung(attempt.hung)
             raise
         finally:
             grant.engine.attempts.discard(attempt)
@@ -199,33 +177,9 @@ class Generation:
     async def _forward(self, data: bytes) -> None:
         if not data:
             return
-        if self._resumable:
-            if self._shared.kept.take(len(data)):
-                self._kept_size += len(data)
-                self._forwarded.append(data)
-            else:
-                self._forget()
-        self._tail = data
+        self._forwarded.add(data)
         if self._outbox.put(data):
             await self._outbox.room()
-
-    def _forget(self) -> None:
-        """The memory cap is reached: this stream can no longer be resumed."""
-        self._resumable = False
-        self._forwarded.clear()
-        self._shared.kept.give(self._kept_size)
-        self._kept_size = 0
-        self._shared.metrics.unresumable.inc()
-
-    def _failure(self, error: grpc.aio.AioRpcError, stream: _AttemptStream) -> Failure:
-        typed = TandemError.from_rpc(error)
-        if typed.code == grpc.StatusCode.DEADLINE_EXCEEDED and typed.reason == "UNSPECIFIED":
-            return Failure(TandemError("DEADLINE", "the deadline passed while the engine worked"))
-        if typed.reason in ("ENGINE_DRAINING", "ENGINE_FULL"):
-            return Failure(typed, error, retry=True, at_once=typed.reason == "ENGINE_DRAINING")
-        if typed.code == grpc.StatusCode.UNAVAILABLE:
-            return Failure(typed, error, retry=True, blame=True, crash=stream.accepted)
-        return Failure(typed, error)
 
     # -- between attempts
 
@@ -258,7 +212,7 @@ class Generation:
             },
         )
         if not failure.at_once:
-            await self._pace()
+            await self._turn.take(self._job.deadline)
         return True
 
     def _gave_up(self, failure: Failure) -> TandemError:
@@ -274,12 +228,12 @@ class Generation:
         )
 
     def _prepare(self, failure: Failure) -> bool:
-        if self._accepted is not None and not self._resumable:
+        if self._accepted is not None and not self._forwarded.complete:
             raise TandemError(
                 "INTERNAL", "the engine was lost, and the router's memory for resuming was used up by other streams"
             )
         try:
-            again = build_resume(self._request, self._forwarded)
+            again = build_resume(self._request, self._forwarded.chunks)
         except BrokenStreamError as error:
             raise TandemError("INTERNAL", f"the stream cannot be resumed: {error}") from error
         if again is None:
@@ -293,28 +247,13 @@ class Generation:
             self._job.numerics_id = self._accepted.numerics_id
         return True
 
-    async def _pace(self) -> None:
-        jitter = random.uniform(0, self._shared.settings.retry_jitter_ms / 1000)
-        left = None if self._job.deadline is None else max(0.0, self._job.deadline - time.monotonic())
-        try:
-            async with asyncio.timeout(left):
-                await asyncio.sleep(jitter)
-                if not self._in_budget:
-                    await self._shared.budget.enter()
-                    self._in_budget = True
-        except TimeoutError:
-            raise TandemError("DEADLINE", "the deadline passed before the request could be retried") from None
-
-    def _leave_budget(self) -> None:
-        if self._in_budget:
-            self._in_budget = False
-            self._shared.budget.leave()
-
     # -- what the stream tells
 
-    def on_accepted(self, accepted: pb.Accepted, grant: Grant) -> bool:
+    def on_accepted(self, accepted: pb.Accepted) -> bool:
         """Notes it; returns whether the client should see it."""
-        first = self._accepted is None
+        first, grant = self._accepted is None, self._grant
+        assert grant is not None
+        grant.engine.load.accepted(accepted.prompt_tokens)
         if self._decision is not None:
             self._decision.accepted(accepted.cached_tokens)
         if first:
@@ -325,9 +264,11 @@ class Generation:
         # A resumed stream under other numerics says so.
         return accepted.numerics_id != self._job.numerics_id
 
-    def on_first_token(self, grant: Grant, cached_tokens: int, sent_at: float) -> None:
+    def on_first_token(self, cached_tokens: int, sent_at: float) -> None:
+        grant = self._grant
+        assert grant is not None
         grant.engine.load.prefilled(grant.sent)
-        self._leave_budget()
+        self._turn.leave()
         self._stalled_retries = 0
         now = time.monotonic()
         policy = self._shared.admission.policy
@@ -339,22 +280,12 @@ class Generation:
         if self._decision is not None:
             self._decision.first_token(self._ttft_s)
 
-    def take_prompt(self) -> bool:
-        """Whether prompt scores should pass; once."""
+    def on_prompt(self) -> bool:
         first, self._prompt_sent = not self._prompt_sent, True
         return first
 
-    def _usage(self) -> pb.Usage | None:
-        try:
-            for kind, start, end in reversed(split_events(self._tail)):
-                if kind == "usage":
-                    return pb.GenerateResponse.FromString(self._tail[start:end]).events[0].usage
-        except BrokenStreamError:
-            pass
-        return None
-
     def _report(self) -> None:
-        usage = self._usage() or pb.Usage()
+        usage = self._forwarded.usage()
         if self._decision is not None:
             self._shared.recorder.finished(self._decision, self.outcome, usage.completion_tokens)
         self._shared.metrics.requests.labels(self.outcome).inc()
@@ -376,47 +307,3 @@ class Generation:
                 "total_ms": round((time.monotonic() - self._job.arrival) * 1000, 1),
             },
         )
-
-
-class _AttemptStream:
-    """Looks at an attempt's answer only until its first token; from then on bytes pass unread."""
-
-    def __init__(self, generation: Generation, grant: Grant) -> None:
-        self._generation = generation
-        self._grant = grant
-        self._sent_at = time.monotonic()
-        self._started = False
-        self._cached_tokens = 0
-        self._last = b""
-        self.accepted = False
-
-    def filter(self, chunk: bytes) -> bytes:
-        self._last = chunk or self._last
-        return chunk if self._started else self._first_chunks(chunk)
-
-    def _first_chunks(self, chunk: bytes) -> bytes:
-        kept: list[bytes] = []
-        for kind, start, end in split_events(chunk):
-            part = chunk[start:end]
-            if kind == "accepted":
-                self.accepted = True
-                accepted = pb.GenerateResponse.FromString(part).events[0].accepted
-                self._cached_tokens = accepted.cached_tokens
-                if not self._generation.on_accepted(accepted, self._grant):
-                    continue
-            elif kind == "prompt":
-                if not self._generation.take_prompt():
-                    continue
-            elif not self._started:
-                self._started = True
-                self._generation.on_first_token(self._grant, self._cached_tokens, self._sent_at)
-            kept.append(part)
-        return b"".join(kept)
-
-    def finished_well(self) -> bool:
-        """Whether the last message held the usage event, which ends every complete stream."""
-        return any(kind == "usage" for kind, _, _ in split_events(self._last))
-
-
-def _broken(message: str) -> Failure:
-    return Failure(TandemError("INTERNAL", message), blame=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from tandem.engine.v1 import engine_pb2 as pb
+
 # A report tells the state at its making; what was sent shortly before it arrived may be missing in it.
 REPORT_DELAY_S = 0.03
 
@@ -26,6 +28,24 @@ class LoadReport:
     max_waiting: int = 0
     # Prompt tokens of all requests since the engine's start, computed or read from its cache.
     taken_tokens: int = 0
+
+    @classmethod
+    def of(cls, report: pb.WatchLoadResponse) -> LoadReport:
+        """From the engine's message."""
+        return cls(
+            epoch=report.epoch,
+            running=report.running,
+            waiting=report.waiting,
+            uncached_tokens=report.uncached_waiting_tokens,
+            kv_blocks_used=report.kv_blocks_used,
+            kv_blocks_total=report.kv_blocks_total,
+            prefill_tokens_per_s=report.prefill_tokens_per_s,
+            decode_step_s=report.decode_step_ms / 1000,
+            draft_acceptance=report.draft_acceptance,
+            max_num_seqs=report.max_num_seqs,
+            max_waiting=report.max_waiting,
+            taken_tokens=report.prefill_tokens + report.cached_tokens,
+        )
 
 
 @dataclass(slots=True, eq=False)

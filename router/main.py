@@ -9,6 +9,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from router.server import RouterServer, is_local
@@ -50,13 +51,21 @@ def _check(settings: RouterSettings) -> str:
 def _run_one(settings: RouterSettings, reuse_port: bool) -> int:
     try:
         token = Path(settings.service_token_file).read_text().strip() if settings.service_token_file else ""
-        return asyncio.run(_serve(settings, token, reuse_port))
+        return _event_loop_runner()(_serve(settings, token, reuse_port))
     except OSError as error:
         log.error(str(error))
         return 1
     except SettingsError as error:
         log.error(str(error))
         return 2
+
+
+def _event_loop_runner() -> Callable[[Coroutine[None, None, int]], int]:
+    try:
+        import uvloop
+    except ImportError:  # no wheels for this platform
+        return asyncio.run
+    return uvloop.run
 
 
 async def _serve(settings: RouterSettings, token: str, reuse_port: bool) -> int:

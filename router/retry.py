@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,3 +112,37 @@ class KeptBytes:
 
     def give(self, size: int) -> None:
         self.used -= size
+
+
+class Turn:
+    """One request's place in the retry budget: taken before its first retry, given back with its next token."""
+
+    def __init__(self, budget: RetryBudget, jitter_s: float) -> None:
+        self._budget = budget
+        self._jitter_s = jitter_s
+        self._taken = False
+
+    async def take(self, deadline: float | None) -> None:
+        """Waits a little, so that not all who lost an engine come back at once, and for a place in the budget.
+
+        Args:
+            deadline: monotonic seconds.
+
+        Raises:
+            TandemError: DEADLINE.
+        """
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            async with asyncio.timeout(left):
+                await asyncio.sleep(random.uniform(0, self._jitter_s))
+                if not self._taken:
+                    await self._budget.enter()
+                    self._taken = True
+        except TimeoutError:
+            raise TandemError("DEADLINE", "the deadline passed before the request could be retried") from None
+
+    def leave(self) -> None:
+        """Gives the place back, if there is one."""
+        if self._taken:
+            self._taken = False
+            self._budget.leave()

@@ -9,29 +9,28 @@ import time
 from typing import Any, NoReturn
 
 import grpc
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from router import tracing
 from router.admission import Admission, Job
 from router.engine import cancel_quietly
 from router.fleet import Fleet
-from router.forward import Generation, Shared
+from router.forward import Generation
 from router.metrics import RouterMetrics
 from router.outbox import Outbox, Pace
 from router.policies import Query
 from router.recorder import Recorder
+from router.requests import check_possible, complete, make_query
 from router.retry import CrashList, KeptBytes, RetryBudget
 from router.settings import RouterSettings
-from tandem.block_hash import hash_chain
-from tandem.errors import TandemError, abort, invalid
+from router.shared import Shared
+from tandem.errors import TandemError, abort
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.tracing import NULL_SPAN, NULL_TRACER, Span, Tracer, grpc_status, names
 
 log = logging.getLogger("router.service")
 
 SERVICE = "tandem.inference.v1.InferenceService"
-MAX_REQUEST_ID_BYTES = 256
 UNARY_TRIES = 3
 
 
@@ -126,7 +125,7 @@ class InferenceServicer:
             request = pb.GenerateRequest.FromString(raw)
         except DecodeError as error:
             raise TandemError("INVALID_FIELD", f"the request does not parse: {error}", field="request") from error
-        extra = self._complete(request, context)
+        extra = complete(request, _metadata(context, "x-request-id"))
         if extra:
             raw += extra
         if span.recording:
@@ -134,7 +133,7 @@ class InferenceServicer:
         self.shared.crashes.check(request)
         query = make_query(request)
         model = self.fleet.resolve(request.model)
-        self._check_possible(request, query, model)
+        check_possible(request, query, model, self.fleet.serving(model))
         job = self._job(request, query, model, arrival, context)
         outbox = Outbox(context.write, self.settings.stream_buffer_bytes, self.pace)
         writer = asyncio.create_task(outbox.run())
@@ -152,20 +151,6 @@ class InferenceServicer:
             if not writer.done():
                 await cancel_quietly(writer)
 
-    def _complete(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> bytes:
-        """Checks and fills in what the first service owes the request; returns it as bytes to append."""
-        if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
-            raise invalid("request_id", request.request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes are allowed")
-        if request.WhichOneof("prompt") is None:
-            raise invalid("prompt", None, "token_ids or text must be set")
-        extra = pb.GenerateRequest()
-        if not request.request_id:
-            extra.request_id = _metadata(context, "x-request-id")[:64] or "req-" + secrets.token_hex(8)
-        if not request.sampling.HasField("seed"):
-            extra.sampling.seed = secrets.randbits(64)
-        request.MergeFrom(extra)
-        return extra.SerializeToString()
-
     def _check_caller(self, context: grpc.aio.ServicerContext) -> None:
         if self.draining:
             raise _draining()
@@ -173,35 +158,6 @@ class InferenceServicer:
             _metadata(context, "authorization").encode(), f"Bearer {self._token}".encode()
         ):
             raise TandemError("UNAUTHENTICATED", "the services' token is missing or wrong")
-
-    def _check_possible(self, request: pb.GenerateRequest, query: Query, model: str) -> None:
-        """Refuses what no engine of this model can ever run."""
-        if request.HasField("text"):
-            return
-        engines = [engine for engine in self.fleet.serving(model) if engine.model is not None]
-        prompt, output = query.prompt_tokens, max(1, request.stop.max_tokens)
-        longest = max((engine.load.max_model_len for engine in engines), default=0)
-        if longest and prompt + output > longest:
-            raise TandemError(
-                "CONTEXT_LENGTH",
-                f"the prompt has {prompt} tokens and max_tokens is {request.stop.max_tokens}, "
-                f"but the context of {model} has {longest}",
-                prompt_tokens=prompt,
-                max_tokens=request.stop.max_tokens,
-                max_model_len=longest,
-            )
-        needs = [
-            (-(-(prompt + output) // max(1, engine.load.block_size)), engine.load.report.kv_blocks_total)
-            for engine in engines
-        ]
-        if needs and all(pool and need > pool for need, pool in needs):
-            need, pool = max(needs, key=lambda pair: pair[1])
-            raise TandemError(
-                "NEVER_FITS",
-                f"the request needs {need} KV blocks, the largest engine has {pool}",
-                need_blocks=need,
-                pool_blocks=pool,
-            )
 
     def _job(
         self,
@@ -307,21 +263,6 @@ class InferenceServicer:
         except TandemError as error:
             await abort(context, error)
         return pb.GetModelInfoResponse(model=self.fleet.usable(model)[0].model)
-
-
-def make_query(request: pb.GenerateRequest) -> Query:
-    """What policies may know: length, and block hashes on demand. A text prompt has neither."""
-    ids = request.token_ids.ids
-    count = len(ids)
-    start = 0
-    if request.HasField("truncate_prompt_tokens"):
-        start = max(0, count - request.truncate_prompt_tokens)
-    salt = request.cache_salt.encode()
-
-    def hasher(block_size: int) -> list[bytes]:
-        return hash_chain(np.fromiter(ids, dtype="<u4", count=count)[start:], block_size, salt)
-
-    return Query(request.request_id, count - start, request.stop.max_tokens, hasher if count else None)
 
 
 async def _pass_on(context: grpc.aio.ServicerContext, error: grpc.aio.AioRpcError) -> NoReturn:
