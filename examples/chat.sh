@@ -3,7 +3,8 @@
 set -eu
 url=${TANDEM_URL:-http://127.0.0.1:8000}
 question=${1:-Name three colours of the rainbow.}
-model=$(curl -fsS "$url/v1/models" | python3 -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')
+models=$(curl -fsS "$url/v1/models") || { echo "Nobody serves at $url: start 'make serve', or set TANDEM_URL." >&2; exit 1; }
+model=$(printf '%s' "$models" | python3 -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')
 body=$(python3 -c '
 import json, sys
 model, question, stream = sys.argv[1:]

@@ -67,5 +67,5 @@ def setup(service: str, level: str = "info") -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     # These are loud at info and say nothing that our own line per request does not.
-    for noisy in ("httpx", "httpcore", "uvicorn.access", "huggingface_hub", "asyncio"):
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "huggingface_hub", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -119,6 +119,6 @@ class Supervisor:
         while any(child.running for child in group) and not impatient.done():
             if asyncio.get_running_loop().time() > deadline:
                 names = ", ".join(child.spec.name for child in group if child.running)
-                log.warning("%s did not end within %.1f s and is killed", names, limit_s)
+                log.warning("not ended within %.1f s, so killed: %s", limit_s, names)
                 return
             await asyncio.sleep(0.02)
