@@ -199,12 +199,14 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             began = time.monotonic()
             if number > 0 and began + 1.15 * longest > end:
                 break
-            texts = [prompts.text(options.prompt, f"{number}/{index}") for index in range(options.requests)]
+            # The first round only warms up.
+            count = options.requests if number >= 0 else min(8, options.requests)
+            texts = [prompts.text(options.prompt, f"{number}/{index}") for index in range(count)]
             for name in rng.sample(ARMS, len(ARMS)):
                 one_round(arms[name], options, texts)
-            longest = max(longest, time.monotonic() - began)
-            if number < 0:
-                # The first round warms up.
+            if number >= 0:
+                longest = max(longest, time.monotonic() - began)
+            else:
                 for arm in arms.values():
                     arm.tok_s.clear()
                     arm.cpu_ms.clear()

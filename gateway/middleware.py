@@ -115,7 +115,7 @@ class RequestMiddleware:
         if context.model:
             self._gateway.recent.finished(context, path, status, seconds)
         if context.span.recording:
-            finish(context.span, context, path, status, scope["method"])
+            finish(context.span, context, getattr(route, "path", ""), status, scope["method"])
         context.span.end()
         if _is_quiet(path) and status in (200, 304, CLIENT_CLOSED):
             return

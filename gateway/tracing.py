@@ -22,6 +22,7 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT"})
 # What the sampling fields are called.
 _SAMPLING = {
     "temperature": names.REQUEST_TEMPERATURE,
@@ -39,11 +40,11 @@ def begin(tracer: Tracer, scope: Scope, context: RequestContext) -> Span:
     def headers() -> Iterator[tuple[str, str | bytes]]:
         return ((name.decode("latin-1"), value) for name, value in scope["headers"])
 
-    span = tracer.serve(scope["method"], headers, context.started)
+    span = tracer.serve("HTTP", headers, context.started)
     if span.recording:
         span.set(
             {
-                names.HTTP_METHOD: scope["method"],
+                names.HTTP_METHOD: scope["method"] if scope["method"] in _METHODS else "_OTHER",
                 names.URL_PATH: scope["path"],
                 names.URL_SCHEME: scope["scheme"],
                 names.REQUEST_ID: context.id,
@@ -73,11 +74,13 @@ def request_attributes(span: Span, body: SamplingBody, request: pb.GenerateReque
     span.set(found)
 
 
-def finish(span: Span, context: RequestContext, path: str, status: int, method: str) -> None:
-    """Adds what is known at the end. `path` is the route's. A 4xx is the client's error, so the span's status stays."""
-    found: dict[str, Value] = {names.HTTP_ROUTE: path, names.HTTP_STATUS: status}
-    if path in _OPERATIONS:
-        found[names.OPERATION] = _OPERATIONS[path]
+def finish(span: Span, context: RequestContext, route: str, status: int, method: str) -> None:
+    """Adds what is known at the end; route: "" if none matched. A 4xx is the client's error: the status stays unset."""
+    found: dict[str, Value] = {names.HTTP_STATUS: status}
+    if route:
+        found[names.HTTP_ROUTE] = route
+    if route in _OPERATIONS:
+        found[names.OPERATION] = _OPERATIONS[route]
     if context.key is not None:
         found["tandem.key_id"] = context.key.id
     if context.model:
@@ -91,7 +94,8 @@ def finish(span: Span, context: RequestContext, path: str, status: int, method: 
     if context.ttft_s is not None:
         found[names.FIRST_CHUNK_S] = context.ttft_s
     span.set(found)
-    span.rename(f"{method} {path}")
+    # Few names, whatever clients send: they are what backends group by.
+    span.rename(f"{method if method in _METHODS else 'HTTP'} {route}".rstrip())
     if context.client_gone:
         span.fail("client_closed", ours=False)
     elif context.failed or status >= 400:

@@ -34,15 +34,19 @@ class OtlpSpan(Span):
 
     __slots__ = ("_context", "_offset", "_span", "_tracer", "headers", "recording", "trace_id")
 
-    def __init__(self, tracer: SdkTracer, span: SdkSpan, offset: int) -> None:
-        """offset: Unix time minus time.monotonic(), nanoseconds; one value for all spans of a request."""
+    def __init__(self, tracer: SdkTracer, span: SdkSpan, offset: int, calls: bool = True) -> None:
+        """offset: Unix time minus time.monotonic(), nanoseconds; one value for all spans of a request.
+
+        calls: other services will be children of it.
+        """
         self._tracer = tracer
         self._span = span
         self._offset = offset
         self._context = set_span_in_context(span)
         self.recording = span.is_recording()
         carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier, self._context)
+        if calls:
+            _PROPAGATOR.inject(carrier, self._context)
         self.headers = tuple(carrier.items())
         self.trace_id = f"{span.get_span_context().trace_id:032x}" if self.recording else ""
 
@@ -63,7 +67,7 @@ class OtlpSpan(Span):
     def child(self, name: str, started: float | None = None, calls: bool = False) -> Span:
         kind = SpanKind.CLIENT if calls else SpanKind.INTERNAL
         made = self._tracer.start_span(name, self._context, kind=kind, start_time=self._unix_ns(started))
-        return OtlpSpan(self._tracer, made, self._offset)
+        return OtlpSpan(self._tracer, made, self._offset, calls)
 
     def end(self, at: float | None = None) -> None:
         self._span.end(self._unix_ns(at))

@@ -207,6 +207,14 @@ def test_hostile_headers_break_nothing(traced: Stand, receiver: Receiver) -> Non
         assert answer.status_code == 200, answer.text
 
 
+def test_clients_cannot_invent_span_names(traced: Stand, receiver: Receiver) -> None:
+    assert traced.http.request("PROPFIND", "/v1/models").status_code == 405
+    assert traced.http.get("/v1/nothing/here").status_code == 404
+    found, lost = receiver.wait("HTTP /v1/models", "GET")
+    assert found.attributes["http.request.method"] == "_OTHER"
+    assert lost.attributes["url.path"] == "/v1/nothing/here" and "http.route" not in lost.attributes
+
+
 def test_without_tracing_a_request_has_the_null_span(stand: Stand) -> None:
     from tandem.tracing import NULL_TRACER
 
