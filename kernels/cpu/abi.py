@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 class Weight(Structure):
@@ -92,6 +92,10 @@ class Attention(Structure):
         *[(n, c_int32) for n in ("head", "group", "kv_heads", "head_dim", "block_size", "kv_type")],
         ("scale", c_float),
         ("softcap", c_float),
+        ("next_table", c_void_p),
+        ("next_pos", c_int64),
+        ("next_n", c_int32),
+        ("next_head", c_int32),
     ]
 
 
@@ -135,6 +139,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "td_noise": ([POINTER(Sample), _L, _V, _V], None),
     "td_decoder_new": ([POINTER(Model)], _V),
     "td_decoder_free": ([_V], None),
+    "td_decoder_profile": ([_V, _V], None),
     "td_decoder_logits": ([_V, _V, _L, _V], _I),
     "td_decoder_forward": ([_V, POINTER(Step)], _I),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +15,8 @@ from kernels.cpu.tiles import TileWeight
 KV_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
 KV_WIDTH = {"float32": 4, "bfloat16": 2, "int8": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+# Parts of a step that Decoder.profiled times, in the order of TdPart.
+PARTS = ("embed", "norm", "qkv", "rope", "attention", "out", "gate_up", "gated", "down", "head")
 _ERRORS = {
     -1: "too many rows",
     -2: "too many output rows",
@@ -251,6 +255,16 @@ class Decoder:
         self._check_out("out", out, len(hidden), self.model.vocab)
         if self._library.td_decoder_logits(self._handle, hidden.ctypes.data, len(hidden), out.ctypes.data):
             raise ValueError(f"{len(hidden)} rows of hidden states: must be 1 to {self.max_rows}")
+
+    @contextmanager
+    def profiled(self) -> Iterator[np.ndarray]:
+        """Yields int64 [len(PARTS)]: nanoseconds that steps within the block spend in each part."""
+        times = np.zeros(len(PARTS), np.int64)
+        self._library.td_decoder_profile(self._handle, times.ctypes.data)
+        try:
+            yield times
+        finally:
+            self._library.td_decoder_profile(self._handle, None)
 
     @staticmethod
     def _check_out(name: str, array: np.ndarray | None, rows: int, width: int) -> None:

@@ -11,7 +11,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,7 @@ def open_tiles(path: Path, entries: list[Entry]) -> dict[str, TileWeight] | None
             if start != _MAGIC + struct.pack("<Q", len(expected)) + expected or os.fstat(file.fileno()).st_size != size:
                 return None
             mapped = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
+            _ask_for_huge_pages(mapped)
     except (OSError, ValueError):
         return None
     return _weights(entries, places, np.frombuffer(mapped, dtype=np.uint8))
@@ -92,10 +93,27 @@ def write_tiles(path: Path, entries: list[Entry]) -> Iterator[dict[str, np.ndarr
             data = np.frombuffer(mapped, dtype=np.uint8)
             yield {entry.name: data[at : at + entry.nbytes] for entry, at in zip(entries, places, strict=True)}
             mapped.flush()
+            _drop_small_pages(file.fileno(), mapped)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _ask_for_huge_pages(mapped: mmap.mmap) -> None:
+    """Weights are read from end to end in each step, and every small page of them would miss the TLB."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without them refuses.
+        with suppress(OSError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _drop_small_pages(file: int, mapped: mmap.mmap) -> None:
+    """Empties the page cache of what was just written in small pages: readers' faults fill it with huge ones."""
+    if hasattr(mmap, "MADV_DONTNEED") and hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            mapped.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _reserve(file: int, size: int) -> None:

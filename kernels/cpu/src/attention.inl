@@ -3,17 +3,34 @@
 // positions in order. Softmax tiles and splits stand at absolute positions. Nothing here depends on which rows share a
 // task: a row's bits are its own. head_dim is a multiple of 16.
 
+// Elements of a cache in an order of lanes that is the type's own; in_order() turns it into the natural one and back.
 static inline vf ld_kv(const float* p) { return ld(p); }
-static inline vf ld_kv(const uint16_t* p) { return ld_bf16(p); }
+static inline vf ld_kv(const uint16_t* p) { return ld_bf16_mixed(p); }
 static inline vf ld_kv(const int8_t* p) { return ld_i8(p); }
 
-// s[r][16 c ..] = scale * (q[r] . k[c]) for R queries and C groups of 16 positions.
-template <int R, int C, class T>
-static inline void score_rows(const float* const* q, const T* const* k, int64_t dim, float scale, float* const* s) {
+template <class T>
+static inline vf in_order(vf x) {
+  return sizeof(T) == 2 ? reorder(x) : x;
+}
+
+template <class T>
+static inline void fetch(const T* p, int64_t count) {
+  for (int64_t i = 0; i < count * (int64_t)sizeof(T); i += 64) __builtin_prefetch((const char*)p + i, 0, 3);
+}
+
+// s[r][16 c ..] = scale * (q[r] . k[c]) for R queries and C groups of 16 positions. ahead: null, or per group what to
+// fetch meanwhile, as much as is read.
+template <int R, int C, class T, bool AHEAD>
+static inline void score_rows(const float* const* q, const T* const* k, int64_t dim, float scale, float* const* s,
+                              const T* const* ahead) {
   vf acc[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = set1(0.0f);
+  // Unrolled, the compiler would spill sums.
+#pragma GCC unroll 1
   for (int64_t d = 0; d < dim; d++) {
+    if (AHEAD)
+      for (int c = 0; c < C; c++) fetch(ahead[c] + d * 16, 16);
     vf v[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) v[c] = ld_kv(k[c] + d * 16);
@@ -25,27 +42,30 @@ static inline void score_rows(const float* const* q, const T* const* k, int64_t 
     }
   }
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) st(s[r] + c * 16, mul(acc[r][c], set1(scale)));
+    for (int c = 0; c < C; c++) st(s[r] + c * 16, mul(in_order<T>(acc[r][c]), set1(scale)));
 }
 
-// o[r][d .. d + 16 C) += sum over n positions of p[r][i] * v[i][d ..]
-template <int R, int C, class T>
+// o[r][d .. d + 16 C) += sum over n positions of p[r][i] * v[i][d ..]. SPAN: positions that lie one after another.
+template <int R, int C, class T, int SPAN>
 static inline void value_columns(float* const* p, const T* const* groups, int64_t n, int64_t dim, int64_t d,
-                                 float* const* o) {
+                                 float* const* o, const T* const* ahead) {
   vf acc[R][C];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) acc[r][c] = ld(o[r] + d + c * 16);
-  for (int64_t g = 0; g * 16 < n; g++) {
+    for (int c = 0; c < C; c++) acc[r][c] = in_order<T>(ld(o[r] + d + c * 16));
+  for (int64_t g = 0; g * SPAN < n; g++) {
     const T* row = groups[g] + d;
-    const int64_t end = n - g * 16 < 16 ? n - g * 16 : 16;
+    const T* next = ahead ? ahead[g] : nullptr;
+    const int64_t end = n - g * SPAN < SPAN ? n - g * SPAN : SPAN;
+#pragma GCC unroll 1
     for (int64_t i = 0; i < end; i++, row += dim) {
+      if (next) fetch(next + i * dim + d, C * 16);
       vf v[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) v[c] = ld_kv(row + c * 16);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        vf x = set1(p[r][g * 16 + i]);
+        vf x = set1(p[r][g * SPAN + i]);
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) acc[r][c] = fma(x, v[c], acc[r][c]);
       }
@@ -53,30 +73,35 @@ static inline void value_columns(float* const* p, const T* const* groups, int64_
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) st(o[r] + d + c * 16, acc[r][c]);
+    for (int c = 0; c < C; c++) st(o[r] + d + c * 16, in_order<T>(acc[r][c]));
 }
 
 // Few queries take two groups (or column blocks) at once: the chains of sums hide each other's latency.
 template <int R, class T>
 static inline void score_tile(const float* const* q, const T* const* k, int64_t groups, int64_t dim, float scale,
-                              float* const* s) {
+                              float* const* s, const T* const* ahead) {
   constexpr int C = 2 * R <= TD_ROWS_A ? 2 : 1;
   int64_t g = 0;
   for (; g < groups; g += C) {
     float* at[R];
     for (int r = 0; r < R; r++) at[r] = s[r] + g * 16;
-    if (g + C <= groups)
-      score_rows<R, C, T>(q, k + g, dim, scale, at);
-    else
-      score_rows<R, 1, T>(q, k + g, dim, scale, at);
+    if (g + C <= groups) {
+      if (ahead)
+        score_rows<R, C, T, true>(q, k + g, dim, scale, at, ahead + g);
+      else
+        score_rows<R, C, T, false>(q, k + g, dim, scale, at, nullptr);
+    } else {
+      score_rows<R, 1, T, false>(q, k + g, dim, scale, at, nullptr);
+    }
   }
 }
-template <int R, class T>
-static inline void value_tile(float* const* p, const T* const* groups, int64_t n, int64_t dim, float* const* o) {
+template <int R, class T, int SPAN>
+static inline void value_tile(float* const* p, const T* const* groups, int64_t n, int64_t dim, float* const* o,
+                              const T* const* ahead) {
   constexpr int C = 2 * R <= TD_ROWS_A ? 2 : 1;
   int64_t d = 0;
-  for (; d + C * 16 <= dim; d += C * 16) value_columns<R, C, T>(p, groups, n, dim, d, o);
-  for (; d < dim; d += 16) value_columns<R, 1, T>(p, groups, n, dim, d, o);
+  for (; d + C * 16 <= dim; d += C * 16) value_columns<R, C, T, SPAN>(p, groups, n, dim, d, o, ahead);
+  for (; d < dim; d += 16) value_columns<R, 1, T, SPAN>(p, groups, n, dim, d, o, ahead);
 }
 
 struct Tile {
@@ -88,13 +113,25 @@ struct Tile {
 struct Rows {
   const float* q[TD_ROWS_A];
   float* s[TD_ROWS_A];
-  float* o[TD_ROWS_A];  // running sums of this split; o[-2] = max, o[-1] = sum of weights
+  float* o[TD_ROWS_A];  // running sums of this split, see TD_HEADER
+  float top[TD_ROWS_A];
 };
 
-// Softmax step of one row over a tile: turns scores into weights and rescales the row's sums.
-static inline void softmax_row(const TdAttn* a, const Tile* t, float* s, float* o, int64_t first, int64_t last) {
+// What lies before a query's sums: lanes of its sum of weights (16), ..., the maximum so far (-2), and, once a split is
+// done, the sum of weights (-1). Scores and maxima are in units of log 2.
+#define TD_HEADER 32
+#define TD_LOG2E 1.44269504088896341f
+
+// Hides what a row does not see, and finds its greatest score of the tile.
+static inline void mask_row(const TdAttn* a, const Tile* t, float* s, float* greatest, int64_t first, int64_t last) {
   const vf minus = set1(-__builtin_inff());
   vf top = minus;
+  if (first <= t->pos && last >= t->pos + TD_KV_TILE - 1 && !t->ks && !(a->softcap > 0.0f)) {
+#pragma GCC unroll 4
+    for (int64_t g = 0; g < TD_KV_TILE; g += 16) top = vmax(top, ld(s + g));
+    *greatest = hmax(top);
+    return;
+  }
   for (int64_t g = 0; g < TD_KV_TILE; g += 16) {
     int64_t lo = first - (t->pos + g), hi = last - (t->pos + g);
     uint32_t bits16 = 0xffff;
@@ -110,50 +147,57 @@ static inline void softmax_row(const TdAttn* a, const Tile* t, float* s, float* 
     }
     vf x = ld(s + g);
     if (t->ks) x = mul(x, ld(t->ks + g));
-    if (a->softcap > 0.0f) x = mul(set1(a->softcap), vtanh(div(x, set1(a->softcap))));
+    if (a->softcap > 0.0f) x = mul(set1(a->softcap * TD_LOG2E), vtanh(div(x, set1(a->softcap))));
     if (bits16 != 0xffff) x = sel(mask_of(bits16), x, minus);
     st(s + g, x);
     top = vmax(top, x);
   }
-  float old = o[-2], m = hmax(top);
-  if (!(m > old)) m = old;
+  *greatest = hmax(top);
+}
+
+// Softmax step of one row over a tile: turns scores into weights and rescales the row's sums.
+static inline void softmax_row(const TdAttn* a, const Tile* t, float* s, float* o, float greatest) {
+  const float old = o[-2], m = greatest > old ? greatest : old;
   if (m == -__builtin_inff()) {
     for (int64_t g = 0; g < TD_KV_TILE; g += 16) st(s + g, set1(0.0f));
     return;
   }
-  vf sum = set1(0.0f);
-  for (int64_t g = 0; g < TD_KV_TILE; g += 16) {
-    vf p = vexp(sub(ld(s + g), set1(m)));
-    sum = add(sum, p);
-    st(s + g, t->vs ? mul(p, ld(t->vs + g)) : p);
-  }
-  float total = hsum(sum);
+  vf sum = ld(o - TD_HEADER);
   if (m != old) {
     float c[16];
-    st(c, vexp(set1(old - m)));
-    o[-1] = o[-1] * c[0];
+    st(c, vexp2(set1(old - m)));
+    sum = mul(sum, set1(c[0]));
     for (int64_t d = 0; d < a->head_dim; d += 16) st(o + d, mul(ld(o + d), set1(c[0])));
     o[-2] = m;
   }
-  o[-1] = o[-1] + total;
+#pragma GCC unroll 4
+  for (int64_t g = 0; g < TD_KV_TILE; g += 16) {
+    vf p = vexp2(sub(ld(s + g), set1(m)));
+    sum = add(sum, p);
+    st(s + g, t->vs ? mul(p, ld(t->vs + g)) : p);
+  }
+  st(o - TD_HEADER, sum);
 }
 
 template <int R, class T>
-static inline void score_some(int64_t n, const TdAttn* a, const Tile* t, const T* const* kg, const Rows* rows) {
+static inline void score_some(int64_t n, const TdAttn* a, const Tile* t, const T* const* kg, const Rows* rows,
+                              const T* const* ahead) {
   if constexpr (R > 0) {
     if (n == R)
-      score_tile<R, T>(rows->q, kg, (t->n + 15) >> 4, a->head_dim, a->scale, rows->s);
+      score_tile<R, T>(rows->q, kg, (t->n + 15) >> 4, a->head_dim, a->softcap > 0.0f ? a->scale : a->scale * TD_LOG2E,
+                       rows->s, ahead);
     else
-      score_some<R - 1, T>(n, a, t, kg, rows);
+      score_some<R - 1, T>(n, a, t, kg, rows, ahead);
   }
 }
-template <int R, class T>
-static inline void value_some(int64_t n, const TdAttn* a, const Tile* t, const T* const* vg, const Rows* rows) {
+template <int R, class T, int SPAN>
+static inline void value_some(int64_t n, const TdAttn* a, const Tile* t, const T* const* vg, const Rows* rows,
+                              const T* const* ahead) {
   if constexpr (R > 0) {
     if (n == R)
-      value_tile<R, T>(rows->s, vg, t->n, a->head_dim, rows->o);
+      value_tile<R, T, SPAN>(rows->s, vg, t->n, a->head_dim, rows->o, ahead);
     else
-      value_some<R - 1, T>(n, a, t, vg, rows);
+      value_some<R - 1, T, SPAN>(n, a, t, vg, rows, ahead);
   }
 }
 
@@ -162,9 +206,9 @@ static inline void merge_into(float* total, const float* part, int64_t dim) {
   float ma = total[-2], mb = part[-2];
   if (mb == -__builtin_inff()) return;
   float m = ma > mb ? ma : mb, c[16];
-  st(c, vexp(set1(ma - m)));
+  st(c, vexp2(set1(ma - m)));
   float ca = c[0];
-  st(c, vexp(set1(mb - m)));
+  st(c, vexp2(set1(mb - m)));
   float cb = c[0];
   for (int64_t d = 0; d < dim; d += 16) {
     vf x = mul(ld(total + d), set1(ca));
@@ -175,6 +219,7 @@ static inline void merge_into(float* total, const float* part, int64_t dim) {
 }
 
 static inline void clear_row(float* o, int64_t dim) {
+  st(o - TD_HEADER, set1(0.0f));
   o[-2] = -__builtin_inff();
   o[-1] = 0.0f;
   for (int64_t d = 0; d < dim; d += 16) st(o + d, set1(0.0f));
@@ -187,10 +232,10 @@ static inline void finish_row(const float* o, int64_t dim, float* out) {
 
 // Merges partial results laid out part[i * stride] = (m, l, acc...) and writes the row's output.
 static void merge(const float* parts, int64_t n_parts, int64_t stride, int64_t dim, float* out) {
-  float total[2 + 512];
-  clear_row(total + 2, dim);
-  for (int64_t i = 0; i < n_parts; i++) merge_into(total + 2, parts + i * stride + 2, dim);
-  finish_row(total + 2, dim, out);
+  float total[TD_HEADER + 512];
+  clear_row(total + TD_HEADER, dim);
+  for (int64_t i = 0; i < n_parts; i++) merge_into(total + TD_HEADER, parts + i * stride + 2, dim);
+  finish_row(total + TD_HEADER, dim, out);
 }
 
 template <class T>
@@ -220,27 +265,19 @@ static void widen_tile(int64_t n, int64_t dim, const T** kg, const T** vg, float
     float* k = room + g * 16 * dim;
     float* v = room + (TD_KV_TILE + g * 16) * dim;
     int64_t have = n - g * 16 < 16 ? n - g * 16 : 16;
-    for (int64_t d = 0; d < dim; d++) st(k + d * 16, ld_kv(kg[g] + d * 16));
-    for (int64_t i = 0; i < have * dim; i += 16) st(v + i, ld_kv(vg[g] + i));
+    for (int64_t d = 0; d < dim; d++) st(k + d * 16, in_order<T>(ld_kv(kg[g] + d * 16)));
+    for (int64_t i = 0; i < have * dim; i += 16) st(v + i, in_order<T>(ld_kv(vg[g] + i)));
     kf[g] = k;
     vf_[g] = v;
   }
 }
 
-template <class T>
-static inline void prefetch_tile(const T* const* kg, const T* const* vg, int64_t groups, int64_t dim) {
-  for (int64_t g = 0; g < groups; g++)
-    for (int64_t i = 0; i < 16 * dim * (int64_t)sizeof(T); i += 64) {
-      __builtin_prefetch((const char*)kg[g] + i, 0, 2);
-      __builtin_prefetch((const char*)vg[g] + i, 0, 2);
-    }
-}
-
 // One tile for all queries of a task: scores, then softmax, then values, so that K and V each pass the L1 cache once.
-template <class T>
+// next: null, or per group the K that will be read after this tile.
+template <class T, int SPAN>
 static inline void task_tile(const TdAttn* a, const Tile* whole, const T* const* kg, const T* const* vg, float* sums,
-                             float* scores) {
-  const int64_t dim = a->head_dim, G = a->group, nq = (a->row1 - a->row0) * G, stride = dim + 16;
+                             float* scores, const T* const* next) {
+  const int64_t dim = a->head_dim, G = a->group, nq = (a->row1 - a->row0) * G, stride = dim + TD_HEADER;
   for (int pass = 0; pass < 2; pass++)
     for (int64_t i = 0; i < nq; i += TD_ROWS_A) {
       int64_t have = nq - i < TD_ROWS_A ? nq - i : TD_ROWS_A;
@@ -253,61 +290,82 @@ static inline void task_tile(const TdAttn* a, const Tile* whole, const T* const*
         int64_t row = (i + r) / G, head = a->head * G + (i + r) % G;
         rows.q[r] = a->q + (a->row0 + row) * a->ldq + head * dim;
         rows.s[r] = scores + (i + r) * TD_KV_TILE;
-        rows.o[r] = sums + (i + r) * stride + 16;
+        rows.o[r] = sums + (i + r) * stride + TD_HEADER;
       }
       if (pass) {
-        value_some<TD_ROWS_A, T>(have, a, &t, vg, &rows);
+        value_some<TD_ROWS_A, T, SPAN>(have, a, &t, vg, &rows, i ? nullptr : next);
         continue;
       }
-      score_some<TD_ROWS_A, T>(have, a, &t, kg, &rows);
+      score_some<TD_ROWS_A, T>(have, a, &t, kg, &rows, next && !i ? vg : nullptr);
       for (int64_t r = 0; r < have; r++) {
         int64_t last = a->first_pos + (i + r) / G;
-        softmax_row(a, &t, rows.s[r], rows.o[r], a->window > 0 ? last - a->window + 1 : 0, last);
+        mask_row(a, &t, rows.s[r], &rows.top[r], a->window > 0 ? last - a->window + 1 : 0, last);
       }
+      for (int64_t r = 0; r < have; r++) softmax_row(a, &t, rows.s[r], rows.o[r], rows.top[r]);
     }
+}
+
+// K of the tile that follows `pos` in this task, or of the next task; null where nothing is known to follow.
+template <class T>
+static inline bool next_keys(const TdAttn* a, int64_t pos, int64_t last_pos, const T** kg) {
+  const int64_t bs = a->block_size;
+  const int32_t *table = a->table;
+  int64_t n = last_pos + 1 - (pos + TD_KV_TILE), head = a->head, first = pos + TD_KV_TILE;
+  if (n <= 0) {
+    table = a->next_table;
+    if (!table) return false;
+    n = a->next_n;
+    head = a->next_head;
+    first = a->next_pos;
+  }
+  for (int64_t g = 0; g < TD_KV_TILE / 16; g++) {
+    int64_t p = first + g * 16;
+    kg[g] = nullptr;
+    if (g * 16 < n) kg[g] = (const T*)a->k_cache + (((int64_t)table[p / bs] * a->kv_heads + head) * bs + p % bs) * a->head_dim;
+  }
+  return true;
 }
 
 template <class T>
 static void attention_typed(const TdAttn* a) {
-  const int64_t dim = a->head_dim, G = a->group, nq = (a->row1 - a->row0) * G, stride = dim + 16;
+  const int64_t dim = a->head_dim, G = a->group, nq = (a->row1 - a->row0) * G, stride = dim + TD_HEADER;
   float* room = a->scratch;                   // fp32 tile
-  float* sums = room + 2 * TD_KV_TILE * dim;  // per query: 14 unused, m, l, acc
+  float* sums = room + 2 * TD_KV_TILE * dim;  // per query: header, acc
   float* totals = sums + nq * stride;
   float* scores = totals + nq * stride;  // [nq][TD_KV_TILE]
   const bool wide = sizeof(T) < 4 && nq > 2 * TD_ROWS_A;
   const int64_t last_pos = a->first_pos + (a->row1 - a->row0) - 1;
   const int64_t lowest = a->window > 0 && a->first_pos >= a->window ? a->first_pos - a->window + 1 : 0;
-  float ks[TD_KV_TILE], vs[TD_KV_TILE], next_ks[TD_KV_TILE], next_vs[TD_KV_TILE];
-  for (int64_t i = 0; i < nq; i++) clear_row(totals + i * stride + 16, dim);
+  float ks[TD_KV_TILE], vs[TD_KV_TILE];
+  for (int64_t i = 0; i < nq; i++) clear_row(totals + i * stride + TD_HEADER, dim);
   for (int64_t split = a->split0; split < a->split1; split++) {
     int64_t p0 = split * TD_KV_SPLIT, p1 = p0 + TD_KV_SPLIT;
     if (p1 > last_pos + 1) p1 = last_pos + 1;
-    for (int64_t i = 0; i < nq; i++) clear_row(sums + i * stride + 16, dim);
+    for (int64_t i = 0; i < nq; i++) clear_row(sums + i * stride + TD_HEADER, dim);
     for (int64_t pos = p0; pos < p1; pos += TD_KV_TILE) {
       if (pos + TD_KV_TILE <= lowest) continue;
       int64_t n = p1 - pos < TD_KV_TILE ? p1 - pos : TD_KV_TILE;
-      const T *kg[TD_KV_TILE / 16], *vg[TD_KV_TILE / 16];
+      const T *kg[TD_KV_TILE / 16], *vg[TD_KV_TILE / 16], *next[TD_KV_TILE / 16];
       gather_tile<T>(a, pos, n, kg, vg, ks, vs);
       Tile t = {pos, n, sizeof(T) == 1 ? ks : nullptr, sizeof(T) == 1 ? vs : nullptr};
-      if (pos + TD_KV_TILE < last_pos + 1) {
-        // Blocks lie scattered: the hardware's prefetcher can't know the next one.
-        const T *nk[TD_KV_TILE / 16], *nv[TD_KV_TILE / 16];
-        int64_t left = last_pos + 1 - pos - TD_KV_TILE, m = left < TD_KV_TILE ? left : TD_KV_TILE;
-        gather_tile<T>(a, pos + TD_KV_TILE, m, nk, nv, next_ks, next_vs);
-        prefetch_tile<T>(nk, nv, (m + 15) / 16, dim);
-      }
+      // Blocks lie scattered: the hardware's prefetcher can't know the next one.
+      bool follows = next_keys<T>(a, pos, a->split1 * TD_KV_SPLIT <= last_pos ? a->split1 * TD_KV_SPLIT - 1 : last_pos, next);
       if (wide) {
         const float *kf[TD_KV_TILE / 16], *vw[TD_KV_TILE / 16];
         widen_tile<T>(n, dim, kg, vg, room, kf, vw);
-        task_tile<float>(a, &t, kf, vw, sums, scores);
+        task_tile<float, TD_KV_TILE>(a, &t, kf, vw, sums, scores, nullptr);
       } else {
-        task_tile<T>(a, &t, kg, vg, sums, scores);
+        task_tile<T, 16>(a, &t, kg, vg, sums, scores, follows ? next : nullptr);
       }
     }
-    for (int64_t i = 0; i < nq; i++) merge_into(totals + i * stride + 16, sums + i * stride + 16, dim);
+    for (int64_t i = 0; i < nq; i++) {
+      float* o = sums + i * stride + TD_HEADER;
+      o[-1] = hsum(ld(o - TD_HEADER));
+      merge_into(totals + i * stride + TD_HEADER, o, dim);
+    }
   }
   for (int64_t i = 0; i < nq; i++) {
-    const float* o = totals + i * stride + 16;
+    const float* o = totals + i * stride + TD_HEADER;
     if (a->part) {
       float* p = a->part + i * (dim + 2);
       for (int64_t d = -2; d < dim; d++) p[2 + d] = o[d];

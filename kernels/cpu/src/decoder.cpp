@@ -1,4 +1,5 @@
 // One step of a decoder-only transformer over ragged rows: embedding to logits in one call, one pool dispatch.
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -49,6 +50,7 @@ class Decoder {
   explicit Decoder(const TdModel& model);
   int32_t forward(const TdStep& step);
   int32_t logits(const float* hidden, int64_t rows, float* out);
+  void profile(int64_t* nanoseconds) { times_ = nanoseconds; }
 
  private:
   struct Linear {
@@ -69,6 +71,17 @@ class Decoder {
   void residual(int thread, const TdWeight& w, const float* bias, const float* norm, const TdAct& x, int64_t rows);
   void head(int thread);
   void project(int thread, const float* hidden, int64_t rows, float* logits);
+  static int64_t now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+  // Books the time since the last call to a part, if anybody asked for it.
+  void lap(int thread, TdPart part) {
+    if (thread || !times_) return;
+    int64_t t = now();
+    times_[part] += t - lap_;
+    lap_ = t;
+  }
   float* scratch(int thread) { return scratch_.get() + thread * scratch_stride_; }
 
   TdModel m_;
@@ -85,7 +98,8 @@ class Decoder {
   std::vector<Merge> merges_;
   int64_t partial_floats_ = 0, partial_room_ = 0;
   const TdStep* step_ = nullptr;
-  int64_t rows_ = 0;  // rows that the current part of the step works on
+  int64_t* times_ = nullptr;  // [TD_PARTS] or null
+  int64_t lap_ = 0;
 };
 
 Decoder::Decoder(const TdModel& model) : m_(model), layers_(model.layers, model.layers + model.n_layers) {
@@ -190,6 +204,7 @@ int32_t Decoder::forward(const TdStep& step) {
 
 void Decoder::body(int thread) {
   const int64_t n = step_->n_rows;
+  if (times_ && thread == 0) lap_ = now();
   pool_->phase(thread, n, 4, [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; r++) {
       float* x = hidden_.get() + r * m_.hidden;
@@ -198,8 +213,10 @@ void Decoder::body(int thread) {
         for (int64_t i = 0; i < m_.hidden; i++) x[i] *= m_.embed_scale;
     }
   });
+  lap(thread, TD_PART_EMBED);
   for (size_t i = 0; i < layers_.size(); i++) layer(thread, layers_[i], i + 1 == layers_.size());
   if (step_->n_out) head(thread);
+  lap(thread, TD_PART_HEAD);
 }
 
 void Decoder::norm_prepare(int thread, const float* x, const float* w, int64_t rows, int32_t need, const TdAct& act) {
@@ -285,6 +302,15 @@ void Decoder::attend(int thread, const TdLayer& l) {
       x.head = t.head;
       x.table = step.block_tables + t.seq * step.table_stride;
       x.part = t.part < 0 ? nullptr : partials_.get() + t.part;
+      x.next_table = nullptr;
+      if (i + 1 < static_cast<int64_t>(tasks_.size())) {
+        const Task& next = tasks_[static_cast<size_t>(i) + 1];
+        x.next_table = step.block_tables + next.seq * step.table_stride;
+        x.next_head = next.head;
+        x.next_pos = int64_t{next.split0} * TD_KV_SPLIT;
+        int64_t left = position_[static_cast<size_t>(next.row1) - 1] + 1 - x.next_pos;
+        x.next_n = static_cast<int32_t>(left < TD_KV_TILE ? left : TD_KV_TILE);
+      }
       K_->attention(&x);
     }
   });
@@ -319,9 +345,11 @@ void Decoder::residual(int thread, const TdWeight& w, const float* bias, const f
 void Decoder::mlp(int thread, const TdLayer& l, int64_t rows) {
   TdAct x = {act_f_.get(), act_q_.get(), act_b_.get(), act_h_.get(), m_.hidden};
   norm_prepare(thread, hidden_.get(), l.mlp_norm, rows, activation_need(l.gate.kind) | activation_need(l.up.kind), x);
+  lap(thread, TD_PART_NORM);
   const int64_t width = m_.intermediate;
   Linear two[2] = {{&l.gate, l.gate_bias, gate_.get(), width}, {&l.up, l.up_bias, up_.get(), width}};
   linears(thread, two, 2, x, rows, false);
+  lap(thread, TD_PART_GATE_UP);
   TdAct y = x;
   y.k = width;
   const int32_t need = activation_need(l.down.kind);
@@ -331,7 +359,9 @@ void Decoder::mlp(int thread, const TdLayer& l, int64_t rows) {
       K_->prepare(gate_.get() + r * width, width, need, &y, r);
     }
   });
+  lap(thread, TD_PART_GATED);
   residual(thread, l.down, l.down_bias, l.post_mlp_norm, y, rows);
+  lap(thread, TD_PART_DOWN);
 }
 
 void Decoder::layer(int thread, const TdLayer& l, bool last) {
@@ -339,15 +369,19 @@ void Decoder::layer(int thread, const TdLayer& l, bool last) {
   TdAct x = {act_f_.get(), act_q_.get(), act_b_.get(), act_h_.get(), m_.hidden};
   int32_t need = activation_need(l.q.kind) | activation_need(l.k.kind) | activation_need(l.v.kind);
   norm_prepare(thread, hidden_.get(), l.attn_norm, rows, need, x);
+  lap(thread, TD_PART_NORM);
   float* qkv = qkv_.get();
   Linear three[3] = {{&l.q, l.q_bias, qkv, qkv_width_},
                      {&l.k, l.k_bias, qkv + q_width_, qkv_width_},
                      {&l.v, l.v_bias, qkv + q_width_ + kv_width_, qkv_width_}};
   linears(thread, three, 3, x, rows, false);
+  lap(thread, TD_PART_QKV);
   pool_->phase(thread, rows, 2, [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; r++) rotate_and_store(l, r);
   });
+  lap(thread, TD_PART_ROPE);
   attend(thread, l);
+  lap(thread, TD_PART_ATTENTION);
   // After the last attention only rows that are asked for go on. Ascending row numbers make the move safe in place
   // when one thread does it.
   if (last && step_->n_out < rows) {
@@ -369,6 +403,7 @@ void Decoder::layer(int thread, const TdLayer& l, bool last) {
     for (int64_t r = a; r < b; r++) K_->prepare(attn_.get() + r * q_width_, q_width_, need_o, &y, r);
   });
   residual(thread, l.o, l.o_bias, l.post_attn_norm, y, rows);
+  lap(thread, TD_PART_OUT);
   mlp(thread, l, rows);
 }
 
@@ -430,6 +465,8 @@ TD_API void* td_decoder_new(const TdModel* model) {
     return nullptr;
   }
 }
+// From now on each step adds the nanoseconds of its parts to ns[TD_PARTS], which the caller keeps; null switches it off.
+TD_API void td_decoder_profile(void* d, int64_t* ns) { static_cast<td::Decoder*>(d)->profile(ns); }
 TD_API void td_decoder_free(void* d) { delete static_cast<td::Decoder*>(d); }
 // 0, or: -1 rows out of range, -2 output rows out of range, -3 inconsistent step.
 TD_API int32_t td_decoder_forward(void* d, const TdStep* step) { return static_cast<td::Decoder*>(d)->forward(*step); }

@@ -66,6 +66,8 @@ static inline vf ld_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_load
 static inline vf ld_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
+static inline vf ld_bf16_mixed(const uint16_t* p) { return ld_bf16(p); }
+static inline vf reorder(vf x) { return x; }
 static inline vf ld_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }

@@ -147,6 +147,8 @@ static inline vf ld_bf16(const uint16_t* p) {
   TD_EACH o.v[i] = (int32_t)((uint32_t)p[i] << 16);
   return bits(o);
 }
+static inline vf ld_bf16_mixed(const uint16_t* p) { return ld_bf16(p); }
+static inline vf reorder(vf x) { return x; }
 static inline vf ld_i8(const int8_t* p) {
   vf o;
   TD_EACH o.v[i] = (float)p[i];

@@ -11,7 +11,7 @@
 #endif
 
 // Bumped whenever a structure or a tile layout changes; Python checks it.
-#define TD_ABI_VERSION 2
+#define TD_ABI_VERSION 3
 
 // Forms of a weight in tiles of 16 outputs x 32 inputs. Names say which file format they hold exactly.
 enum TdKind {
@@ -29,6 +29,12 @@ enum TdKind {
   TD_Q3_K = 11,  // u4 - 8 in [-4, 3], fp32 scale per 16
   TD_Q8_C = 12,  // s8, fp32 scale per 32
   TD_KINDS = 13
+};
+
+// Parts of a step whose time td_decoder_profile reports, as its first thread sees them, waiting included.
+enum TdPart {
+  TD_PART_EMBED = 0, TD_PART_NORM, TD_PART_QKV, TD_PART_ROPE, TD_PART_ATTENTION, TD_PART_OUT, TD_PART_GATE_UP, TD_PART_GATED,
+  TD_PART_DOWN, TD_PART_HEAD, TD_PARTS
 };
 
 enum TdKvType { TD_KV_F32 = 0, TD_KV_BF16 = 1, TD_KV_I8 = 2 };
@@ -127,11 +133,15 @@ struct TdAttn {
   int64_t window;
   int32_t head, group, kv_heads, head_dim, block_size, kv_type;
   float scale, softcap;
+  // Where the K that the thread is likely to read next begins: to be fetched ahead. Null: not known.
+  const int32_t* next_table;
+  int64_t next_pos;
+  int32_t next_n, next_head;  // positions, KV head
 };
 
 #define TD_KV_TILE 64    // positions per softmax tile, at absolute multiples
 #define TD_KV_SPLIT 512  // positions per split, at absolute multiples
-#define TD_Q_MOST 64     // queries (rows x heads of a group) per attention task, if a group has no more
+#define TD_Q_MOST 192    // queries (rows x heads of a group) per attention task, if a group has no more
 
 // Sampling of one row. top_k 0, top_p 1 and min_p 0 switch a filter off; temperature 0 is greedy.
 struct TdSample {
@@ -172,4 +182,4 @@ struct TdKernels {
 };
 
 #define TD_ATTN_SCRATCH(head_dim, group) \
-  (2 * TD_KV_TILE * (head_dim) + ((group) > TD_Q_MOST ? (group) : TD_Q_MOST) * (2 * (head_dim) + TD_KV_TILE + 32) + 64)
+  (2 * TD_KV_TILE * (head_dim) + ((group) > TD_Q_MOST ? (group) : TD_Q_MOST) * (2 * (head_dim) + TD_KV_TILE + 64) + 64)
