@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 # Rows are drafted only if the step's yield over time grows by this factor: the estimates are noisy.
 _MARGIN = 1.02
 # A measured step time moves the estimate by this share; the first ones by more.
-_COST_RATE = 0.1
+_COST_RATE = 0.03
+# The pace takes this share of what a step was slower or faster (in logarithms) if its row count is known well: it was
+# measured a few times, and just now.
+_PACE_RATE = 0.2
+_FRESH = 4
+_PACE_MOST = 2.0
+_SETTLED = 3
 # Outliers (another process had the core) count as at most this multiple of the estimate.
 _OUTLIER = 3.0
 _FIRST_OUTLIER = 1.5
@@ -42,9 +48,14 @@ def _bucket(rows: int) -> int:
 
 
 class CostModel:
-    """Milliseconds of a decode step as a function of its sampled rows."""
+    """Milliseconds of a decode step as a function of its sampled rows.
+
+    A time is a pace times a cost by rows. The pace follows the machine within a few steps, whatever is run, so that row
+    counts which were measured while others had the core stay comparable with those that are measured now.
+    """
 
     def __init__(self) -> None:
+        self._pace = 1.0
         self._rows: list[int] = []
         self._time: dict[int, float] = {}
         self._seen: dict[int, int] = {}
@@ -66,13 +77,17 @@ class CostModel:
             # is the truth, the next ones raise it.
             likely = _FIRST_OUTLIER * self.predict(rows) if self._rows else step_ms
             bisect.insort(self._rows, rows)
-            self._time[rows] = min(step_ms, likely)
+            self._time[rows] = min(step_ms, likely) / self._pace
             self._seen[rows] = 1
             return
         self._seen[rows] += 1
-        rate = max(_COST_RATE, 1 / self._seen[rows], 1 - _STALE**age)
+        early = 1 / self._seen[rows] if self._seen[rows] <= _SETTLED else 0.0
+        rate = max(_COST_RATE, early, 1 - _STALE**age)
         # Only upwards: the first measurement may itself be the outlier.
-        self._time[rows] = known + rate * (min(step_ms, _OUTLIER * known) - known)
+        now = min(step_ms / self._pace, _OUTLIER * known)
+        self._time[rows] = known + rate * (now - known)
+        if self._seen[rows] > _SETTLED and age <= _FRESH:
+            self._pace *= min(now / known, _PACE_MOST) ** _PACE_RATE
 
     def age(self, rows: int) -> int:
         """Steps since this row count was measured; all steps if never."""
@@ -84,16 +99,16 @@ class CostModel:
             return 1.0 + _PRIOR_SLOPE * (rows - 1)
         place = bisect.bisect_left(self._rows, rows)
         if place < len(self._rows) and self._rows[place] == rows:
-            return self._time[rows]
+            return self._pace * self._time[rows]
         if place == 0:
             # Hopeful: a smaller step that was never tried looks cheap until it is tried.
-            return self._time[self._rows[0]] * rows / self._rows[0]
+            return self._pace * self._time[self._rows[0]] * rows / self._rows[0]
         low = self._rows[place - 1]
         if place == len(self._rows):
-            return self._time[low] + self._slope() * (rows - low)
+            return self._pace * (self._time[low] + self._slope() * (rows - low))
         high = self._rows[place]
         share = (rows - low) / (high - low)
-        return self._time[low] + share * (self._time[high] - self._time[low])
+        return self._pace * (self._time[low] + share * (self._time[high] - self._time[low]))
 
     def _slope(self) -> float:
         """Milliseconds per further row: over the whole measured range, never negative."""
@@ -205,6 +220,10 @@ class LengthControl:
         for _, _, identity in rows[:count]:
             lengths[identity] = lengths.get(identity, 0) + 1
         return lengths
+
+    def force(self, batch: int) -> None:
+        """The coming step runs drafts that may not pay, to measure it."""
+        self.trying = batch <= _TRIAL_BATCH
 
     def _trial(self, available: int) -> int:
         """Rows to run although they do not seem to pay: mostly none."""

@@ -226,7 +226,11 @@ class DraftSpeculation:
             for identity, run in runs.items()
             if self.head is not None and run.ids
         ]
-        lengths = self.control.allocate(self._batch, offers) if offers else {}
+        if self.head is not None and self.head.trying:
+            lengths = {identity: len(run.ids) for identity, run in runs.items() if run.ids}
+            self.control.force(self._batch)
+        else:
+            lengths = self.control.allocate(self._batch, offers) if offers else {}
         if lengths:
             self.stats.steps_with_drafts += 1
         return {

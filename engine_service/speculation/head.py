@@ -40,8 +40,10 @@ _CLAIMS = 10
 _DECAY = 0.995
 _PRIOR_WEIGHT = 4.0
 # Steps between two trials of a head that does not seem to pay, at first and at last; drafts per trial.
-_FIRST_TRIAL, _LAST_TRIAL = 32, 2_048
+_FIRST_TRIAL, _LAST_TRIAL = 32, 1_024
 _TRIAL_DRAFTS = 2
+# Steps of one trial: a single one proves little.
+_TRIAL_STEPS = 4
 _TRIAL_BATCH = 8
 
 
@@ -106,6 +108,9 @@ class HeadSource:
         self._cost: dict[int, float] = {}
         self.trial_interval = _FIRST_TRIAL
         self.since_trial = 0
+        # Steps of a trial that are left; in a trial drafts are run whether they seem to pay or not.
+        self._trial_left = 0
+        self.trying = False
         # Time that drafting took since it was last asked for, milliseconds.
         self._spent_ms = 0.0
 
@@ -183,18 +188,23 @@ class HeadSource:
     def plan(self, wishes: list[tuple[HeadState, Sequence, int]], batch: int, cost: CostModel) -> list[int]:
         """Most drafts per wish (state, sequence, room): 0 where the head does not pay, but for a rare trial."""
         depths = []
+        self.trying = False
         for state, sequence, room in wishes:
             depth, _, _ = self._depth(state, sequence.params.greedy, batch, cost)
             # Where it pays on average, a sure chain may grow beyond the average length.
             depths.append(min(room, self._most, 2 * depth) if self.ready(state, sequence) else 0)
         if any(depths):
-            self.since_trial, self.trial_interval = 0, _FIRST_TRIAL
+            self.since_trial, self.trial_interval, self._trial_left = 0, _FIRST_TRIAL, 0
             return depths
         able = [row for row, (state, sequence, room) in enumerate(wishes) if room and self.ready(state, sequence)]
         if able and batch <= _TRIAL_BATCH:
             self.since_trial += 1
             if self.since_trial >= self.trial_interval:
                 self.since_trial, self.trial_interval = 0, min(2 * self.trial_interval, _LAST_TRIAL)
+                self._trial_left = _TRIAL_STEPS
+            if self._trial_left:
+                self._trial_left -= 1
+                self.trying = True
                 depths[able[0]] = min(_TRIAL_DRAFTS, wishes[able[0]][2])
         return depths
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import numpy as np
 
 from engine_service.speculation import Draft, SpecCandidate, SpeculationController
 from tandem.draft.v1 import draft_pb2 as pb
@@ -87,13 +88,15 @@ class FakeLoop:
         self.drafts.append(drafts)
         if self.pause_s:
             time.sleep(self.pause_s)
-        rows = 0
+        rows, hidden = 0, self.controller.wants_hidden()
         for sequence in self.running:
             draft = drafts.get(sequence.id, Draft((), ""))
             committed = self._verify(sequence, draft.ids)
             rows += 1 + len(draft.ids)
             sequence.token_ids.extend(committed)
             self.controller.observe(sequence.id, draft.proposer, len(draft.ids), len(committed) - 1, committed)
+            if hidden:
+                self.controller.keep_hidden(sequence.id, np.zeros(4, np.float32))
         for sequence in [s for s in self.running if s.output_len >= self.goal[s.id]]:
             self.running.remove(sequence)
             self.controller.finished(sequence.id)

@@ -40,6 +40,16 @@ def test_cost_follows_a_change_and_shrugs_off_outliers() -> None:
     assert cost.predict(1) == pytest.approx(8.0, rel=0.02)
 
 
+def test_a_slow_moment_does_not_make_drafts_look_dear() -> None:
+    """Rows measured while others had the core stay comparable with those measured after it."""
+    cost = CostModel()
+    for rows, took in ((1, 14.0), (1, 14.0), (2, 16.0), (1, 13.5), (2, 16.5), (3, 19.0), (1, 14.0), (1, 14.0)):
+        cost.learn(rows, took)
+    for _ in range(40):
+        cost.learn(1, 6.2)
+    assert cost.predict(2) < 1.32 * cost.predict(1) < 8.5
+
+
 def test_cost_never_predicts_zero_or_less() -> None:
     cost = CostModel()
     cost.learn(8, 4.0)
