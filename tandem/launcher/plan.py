@@ -61,13 +61,17 @@ def proposer_flags(draft: str) -> dict[str, Any]:
 
 
 def _engine_flags(
-    passed: dict[str, Any], env: dict[str, str], config: Path | None, model: ModelPlace, threads: int
+    passed: dict[str, Any], env: dict[str, str], config: Path | None, model: ModelPlace, threads: int, drafts: bool
 ) -> tuple[dict[str, Any], int]:
     """What the launcher adds to an engine's flags, where the user has not set it in any way; and its threads."""
     cls = SERVICES["engine"].settings()
     loaded, origins = load_settings(cls, flags={**passed, "model": str(model.path)}, env=env, config=config)
     added: dict[str, Any] = {"model": str(model.path)}
-    for name, value in (("served_model_name", model.name), ("threads", threads)):
+    wanted: list[tuple[str, Any]] = [("served_model_name", model.name), ("threads", threads)]
+    if not drafts:
+        # --draft none means no speculation of any kind, unless a head is named.
+        wanted.append(("head", "none"))
+    for name, value in wanted:
         if origins.get(name) == "default":
             added[name] = value
     return added, threads if "threads" in added else int(getattr(loaded, "threads", threads))
@@ -96,7 +100,8 @@ def make_plan(
     def metrics(offset: int) -> str:
         return f"127.0.0.1:{settings.metrics_port + offset}" if settings.metrics_port else ""
 
-    added, threads = _engine_flags(passed["engine"], env, config, model, max(1, cores // settings.engines))
+    share, drafting = max(1, cores // settings.engines), settings.draft != "none"
+    added, threads = _engine_flags(passed["engine"], env, config, model, share, drafting)
     engines, drafts = [], []
     for index in range(settings.engines):
         draft_address = ""

@@ -53,7 +53,9 @@ def test_metrics_get_a_port_each_or_none() -> None:
 def test_without_a_draft_engines_are_told_so() -> None:
     _, children = plan(draft="none")
     assert set(children) == {"gateway", "router", "engine-0"}
-    assert "--draft=" in children["engine-0"].arguments
+    assert {"--draft=", "--head=none"} <= set(children["engine-0"].arguments)
+    _, drafting = plan()
+    assert "--head=none" not in drafting["engine-0"].arguments
 
 
 def test_cores_are_shared_by_the_engines_unless_threads_are_given() -> None:
