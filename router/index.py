@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 DIGEST_BYTES = 16
+MAX_SHARED_MASKS = 65_536
 
 
 def split_hashes(data: bytes) -> list[bytes]:
@@ -43,7 +44,7 @@ class PrefixIndex:
         self._retired = 0
         self._sweep: list[bytes] = []
         self._sweep_mask = 0
-        # One int object per single-engine mask: most blocks have one holder, and a fresh int costs 32 bytes.
+        # One int object per set of engines: fresh ones cost 32 bytes and more, and look-ups need only compare objects.
         self._masks: dict[int, int] = {}
         self._bits: list[int] = []
 
@@ -70,10 +71,16 @@ class PrefixIndex:
         """Blocks announced for a slot."""
         return self._counts.get(slot, 0)
 
+    def _shared_masks(self) -> dict[int, int]:
+        """The shared objects; begun anew when there are too many, as sets of engines come and go."""
+        if len(self._masks) > MAX_SHARED_MASKS:
+            self._masks = {bit: bit for bit in self._bits}
+        return self._masks
+
     def stored(self, slot: int, hashes: Iterable[bytes]) -> None:
         """These blocks can now be found at the engine."""
         bit = self._bits[slot]
-        holders = self._holders
+        holders, shared = self._holders, self._shared_masks()
         room = self.max_pairs - self.pairs
         added = 0
         for key in hashes:
@@ -89,7 +96,8 @@ class PrefixIndex:
                 if added >= room:
                     self.refused += 1
                     continue
-                holders[key] = mask | bit
+                mask |= bit
+                holders[key] = shared.setdefault(mask, mask)
             added += 1
         self.pairs += added
         self._counts[slot] += added
@@ -97,7 +105,7 @@ class PrefixIndex:
     def removed(self, slot: int, hashes: Iterable[bytes]) -> None:
         """These blocks are gone; unknown ones are ignored."""
         bit = self._bits[slot]
-        holders = self._holders
+        holders, shared = self._holders, self._shared_masks()
         dropped = 0
         for key in hashes:
             mask = holders.get(key)
@@ -105,8 +113,7 @@ class PrefixIndex:
                 continue
             mask ^= bit
             if mask:
-                # Back to the shared object if one holder is left.
-                holders[key] = self._masks.get(mask, mask)
+                holders[key] = shared.setdefault(mask, mask)
             else:
                 del holders[key]
             dropped += 1
@@ -216,17 +223,22 @@ def match_depths(hashes: Sequence[bytes], slots: int, *sources: PrefixIndex | Pr
     depths: dict[int, int] = {}
     second = sources[1].get if len(sources) > 1 else None
     depth = 0
+    # A set of engines that is known to hold all that are alive. Long runs of blocks have the same object.
+    good: int | None = None
     for mask in sources[0].masks(hashes):
-        if alive & mask != alive:
-            # Only here can the other source matter.
-            if second is not None:
-                mask |= second(hashes[depth])
-            left = alive & mask
-            if left != alive:
-                _note(depths, alive & ~left, depth)
-                alive = left
-                if not alive:
-                    return depths
+        if mask is not good:
+            if alive & mask == alive:
+                good = mask
+            else:
+                # Only here can the other source matter.
+                if second is not None:
+                    mask |= second(hashes[depth])
+                left = alive & mask
+                if left != alive:
+                    _note(depths, alive & ~left, depth)
+                    alive = left
+                    if not alive:
+                        return depths
         depth += 1
     _note(depths, alive, depth)
     return depths
