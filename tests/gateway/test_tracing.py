@@ -210,9 +210,14 @@ def test_hostile_headers_break_nothing(traced: Stand, receiver: Receiver) -> Non
 def test_clients_cannot_invent_span_names(traced: Stand, receiver: Receiver) -> None:
     assert traced.http.request("PROPFIND", "/v1/models").status_code == 405
     assert traced.http.get("/v1/nothing/here").status_code == 404
-    found, lost = receiver.wait("HTTP /v1/models", "GET")
-    assert found.attributes["http.request.method"] == "_OTHER"
+    (lost,) = receiver.wait("GET")
     assert lost.attributes["url.path"] == "/v1/nothing/here" and "http.route" not in lost.attributes
+    end = time.monotonic() + 10
+    while len(receiver.spans) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    (other,) = [span for span in receiver.spans if span is not lost]
+    assert other.attributes["http.request.method"] == "_OTHER"
+    assert other.name in ("HTTP", "HTTP /v1/models")
 
 
 def test_without_tracing_a_request_has_the_null_span(stand: Stand) -> None:
