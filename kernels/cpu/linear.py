@@ -30,7 +30,7 @@ class Linear:
         self._rows = rows
         k = self.k
         # fp32, int8 with 16 bytes per block of 32, and bf16: what TdAct names.
-        self._buffers = [
+        self._buffers: list[np.ndarray] = [
             np.empty((rows, k), np.float32),
             np.empty((rows, k), np.int8),
             np.empty((rows, k // 32, 16), np.uint8),
