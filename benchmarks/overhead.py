@@ -1,7 +1,8 @@
-"""What the router costs: added latency and CPU per forwarded token, against calling the engine directly.
+"""What router and gateway cost: added latency and CPU per forwarded token, against calling the engine directly.
 
-The engine is a mock process that streams TOKENS tokens STEP ms apart (all its streams in step, as a real engine's are).
-Every number of streams is measured directly and through the router, in turns, in one run.
+Every number of streams is measured in one run, in turns, on the same processes: gRPC to the engine, gRPC through the
+router, HTTP through a gateway on the engine, and HTTP through gateway and router (the sum). `plain` asks the latter for
+whole answers instead of streams.
 
     python -m benchmarks.overhead --streams 1 16 64 --rounds 3
 """
@@ -12,206 +13,139 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
 import psutil
 
+from benchmarks import overhead_lab as lab
 from tandem import rpc
-from tandem.engine.v1 import engine_pb2 as epb
-from tandem.engine.v1 import engine_pb2_grpc
-from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc
 
-MODEL = "mock"
+PATHS = ("direct", "router", "gateway", "gateway+router", "plain")
+# The processes whose CPU time a path is charged with.
+CHARGED = {"router": ("router",), "gateway": ("gateway",), "gateway+router": ("chain", "router")}
+CHARGED["plain"] = CHARGED["gateway+router"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of the table. Times in milliseconds, CPU in microseconds of the router process."""
+    """One cell of the table. Times in milliseconds, CPU in microseconds, of the router and of the gateway."""
 
     path: str
     streams: int
     ttft_p50_ms: float
     ttft_p99_ms: float
     gap_p50_ms: float
-    cpu_us_per_token: float
+    router_us_per_token: float
+    gateway_us_per_token: float
     messages_per_token: float
+    requests_per_s: float
+
+    @property
+    def us_per_token(self) -> float:
+        return self.router_us_per_token + self.gateway_us_per_token
 
 
-class BenchEngine(engine_pb2_grpc.EngineServiceServicer):
-    """Streams prepared bytes in step; costs as little as a Python server can."""
-
-    def __init__(self, tokens: int, step_s: float) -> None:
-        self._tokens = tokens
-        self._step_s = step_s
-        self._tick = asyncio.Condition()
-
-    async def beat(self) -> None:
-        """The step loop: wakes all streams at once."""
-        due = time.monotonic()
-        while True:
-            due = max(due + self._step_s, time.monotonic())
-            await asyncio.sleep(due - time.monotonic())
-            async with self._tick:
-                self._tick.notify_all()
-
-    async def _next(self) -> None:
-        async with self._tick:
-            await self._tick.wait()
-
-    async def generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        accepted = pb.GenerateEvent(accepted=pb.Accepted(seed=1, prompt_tokens=100, numerics_id="bench"))
-        yield pb.GenerateResponse(events=[accepted]).SerializeToString()
-        for number in range(self._tokens):
-            await self._next()
-            delta = pb.Delta(token_offset=number, text_offset=6 * number, ids=[number + 1000], text=" token")
-            yield pb.GenerateResponse(events=[pb.GenerateEvent(delta=delta)]).SerializeToString()
-        finished = pb.GenerateEvent(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH))
-        usage = pb.GenerateEvent(usage=pb.Usage(prompt_tokens=100, completion_tokens=self._tokens))
-        yield pb.GenerateResponse(events=[finished, usage]).SerializeToString()
-
-    async def WatchLoad(
-        self, request: epb.WatchLoadRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[epb.WatchLoadResponse]:
-        sequence = 0
-        while True:
-            sequence += 1
-            yield epb.WatchLoadResponse(
-                epoch=1,
-                sequence=sequence,
-                state=epb.ENGINE_STATE_READY,
-                steps=sequence,
-                model=pb.ModelInfo(name=MODEL, block_size=16, max_model_len=8192, numerics_id="bench"),
-                max_num_seqs=256,
-                kv_blocks_total=10_000,
-            )
-            await asyncio.sleep((request.interval_ms or 250) / 1000)
+Ask = Callable[[int], Awaitable[lab.Stream]]
 
 
-async def serve_engine(address: str, tokens: int, step_s: float) -> None:
-    server, health = rpc.server()
-    engine = BenchEngine(tokens, step_s)
-    handler: Any = grpc.unary_stream_rpc_method_handler(engine.generate)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("tandem.inference.v1.InferenceService", {"Generate": handler}),)
-    )
-    engine_pb2_grpc.add_EngineServiceServicer_to_server(engine, server)
-    server.add_insecure_port(address)
-    await health.set(True)
-    await server.start()
-    await engine.beat()
-
-
-async def one_stream(stub: inference_pb2_grpc.InferenceServiceStub, number: int) -> tuple[float, list[float], int]:
-    """Returns seconds to the first token, gaps between messages, and the number of messages with tokens."""
-    request = pb.GenerateRequest(model=MODEL, token_ids=pb.TokenIds(ids=range(number, number + 100)))
-    request.stop.max_tokens = 64
-    began = time.perf_counter()
-    first, last, gaps, messages = 0.0, 0.0, [], 0
-    async for response in stub.Generate(request):
-        now = time.perf_counter()
-        if any(event.HasField("delta") for event in response.events):
-            messages += 1
-            if first:
-                gaps.append(now - last)
-            first, last = first or now - began, now
-    return first, gaps, messages
-
-
-async def client(stub: inference_pb2_grpc.InferenceServiceStub, number: int, rounds: int, offset_s: float) -> list[Any]:
+async def client(ask: Ask, number: int, rounds: int, offset_s: float) -> list[lab.Stream]:
     """One client that asks again as soon as it has its answer; clients start a little apart."""
     await asyncio.sleep(offset_s)
-    return [await one_stream(stub, 1000 * number + turn) for turn in range(rounds)]
+    return [await ask(1000 * number + turn) for turn in range(rounds)]
 
 
-async def measure(address: str, path: str, streams: int, rounds: int, tokens: int, router_pid: int) -> Row:
-    """Runs `streams` clients of `rounds` requests each."""
-    process = psutil.Process(router_pid)
-    ttfts: list[float] = []
-    gaps: list[float] = []
-    messages = 0
-    async with rpc.channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        # Warm-up: connections, and the router's view of its own load.
-        await asyncio.gather(*(one_stream(stub, number) for number in range(streams)))
-        before = process.cpu_times()
-        spread = 0.05 / streams
-        results = await asyncio.gather(*(client(stub, n, rounds, n * spread) for n in range(streams)))
-        for first, between, count in (stream for one in results for stream in one):
-            ttfts.append(first)
-            gaps.extend(between)
-            messages += count
-        after = process.cpu_times()
-    made = rounds * streams * tokens
-    cpu = (after.user - before.user) + (after.system - before.system)
-    ttfts.sort()
+async def measure(path: str, asks: list[Ask], rounds: int, tokens: int, pids: dict[str, int]) -> Row:
+    """Runs one client per element of `asks`."""
+    processes = {name: psutil.Process(pids[name]) for name in CHARGED.get(path, ())}
+    # Warm-up: connections, and what services know of their own load.
+    await asyncio.gather(*(ask(number) for number, ask in enumerate(asks)))
+    before, began = {name: process.cpu_times() for name, process in processes.items()}, time.perf_counter()
+    spread = 0.05 / len(asks)
+    results = await asyncio.gather(*(client(ask, n, rounds, n * spread) for n, ask in enumerate(asks)))
+    wall = time.perf_counter() - began
+    made = rounds * len(asks) * tokens
+    cpu = {"router": 0.0, "gateway": 0.0}
+    for name, process in processes.items():
+        now = process.cpu_times()
+        spent = now.user - before[name].user + now.system - before[name].system
+        cpu["router" if name == "router" else "gateway"] = 1e6 * spent / made
+    streams = [stream for one in results for stream in one]
+    firsts = sorted(first for first, _, _ in streams)
+    gaps = [gap for _, between, _ in streams for gap in between]
     return Row(
         path=path,
-        streams=streams,
-        ttft_p50_ms=round(1000 * statistics.median(ttfts), 2),
-        ttft_p99_ms=round(1000 * ttfts[int(0.99 * (len(ttfts) - 1))], 2),
+        streams=len(asks),
+        ttft_p50_ms=round(1000 * statistics.median(firsts), 2),
+        ttft_p99_ms=round(1000 * firsts[int(0.99 * (len(firsts) - 1))], 2),
         gap_p50_ms=round(1000 * statistics.median(gaps), 2) if gaps else 0.0,
-        cpu_us_per_token=round(1e6 * cpu / made, 1),
-        messages_per_token=round(messages / made, 3),
+        router_us_per_token=round(cpu["router"], 1),
+        gateway_us_per_token=round(cpu["gateway"], 1),
+        messages_per_token=round(sum(count for _, _, count in streams) / made, 3),
+        requests_per_s=round(len(streams) / wall, 1),
     )
 
 
-async def wait_ready(address: str, limit_s: float = 30.0) -> None:
-    """Waits until a model is listed."""
+async def measure_grpc(path: str, address: str, streams: int, options: argparse.Namespace, at: lab.Lab) -> Row:
     async with rpc.channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            try:
-                if (await stub.ListModels(pb.ListModelsRequest())).models:
-                    return
-            except grpc.aio.AioRpcError:
-                pass
-            await asyncio.sleep(0.1)
-    raise TimeoutError(f"{address} lists no model after {limit_s:g} s")
+        asks: list[Ask] = [lambda number: lab.grpc_stream(stub, number, options.tokens)] * streams
+        return await measure(path, asks, options.rounds, options.tokens, at.pids)
 
 
-def start(engine: str, router: str, options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
-    """Starts the engine and the router as processes of their own."""
-    me = [sys.executable, "-m", "benchmarks.overhead"]
-    step, tokens = str(options.step_ms), str(options.tokens)
-    return [
-        subprocess.Popen([*me, "--engine", engine, "--tokens", tokens, "--step-ms", step]),
-        subprocess.Popen([*me, "--router", router, "--engines", engine, "--policy", options.policy]),
-    ]
+async def measure_http(path: str, port: int, streams: int, options: argparse.Namespace, at: lab.Lab) -> Row:
+    clients = [lab.HttpClient(port) for _ in range(streams)]
+    try:
+        for one in clients:
+            await one.open()
+
+        def asking(one: lab.HttpClient) -> Ask:
+            call = one.plain if path == "plain" else one.stream
+            return lambda number: call(number, options.tokens)
+
+        return await measure(path, [asking(one) for one in clients], options.rounds, options.tokens, at.pids)
+    finally:
+        for one in clients:
+            one.close()
 
 
 async def compare(options: argparse.Namespace) -> list[Row]:
+    """All paths at all numbers of streams."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="tb") as folder:
-        engine, router = f"unix:{folder}/e", f"unix:{folder}/r"
-        children = start(engine, router, options)
-        try:
-            await wait_ready(router)
-            for streams in options.streams:
-                for path, address in (("direct", engine), ("router", router)):
-                    rows.append(await measure(address, path, streams, options.rounds, options.tokens, children[1].pid))
-        finally:
-            for child in children:
-                child.terminate()
-            for child in children:
-                child.wait(10)
+    with lab.lab(options.tokens, options.step_ms, options.policy) as at:
+        await lab.wait_ready(at.router)
+        for port in (at.gateway_port, at.chain_port):
+            await lab.wait_http(port)
+        for streams in options.streams:
+            for path in options.paths:
+                if path in ("direct", "router"):
+                    address = at.engine if path == "direct" else at.router
+                    rows.append(await measure_grpc(path, address, streams, options, at))
+                else:
+                    port = at.gateway_port if path == "gateway" else at.chain_port
+                    rows.append(await measure_http(path, port, streams, options, at))
     return rows
 
 
-def serve_router(address: str, engines: str, policy: str) -> int:
-    from router.main import run
-    from router.settings import RouterSettings
-
-    return run(RouterSettings(listen=address, admin_listen="", engines=engines, policy=policy, log_level="warning"))
+def table(rows: list[Row]) -> str:
+    """For people. Added TTFT is against `direct` at the same number of streams."""
+    names = ("path", "streams", "TTFT p50", "p99 ms", "added p50", "gap p50", "µs/token", "router", "gateway")
+    head = "{:15}{:>8}{:>10}{:>9}{:>11}{:>9}{:>10}{:>8}{:>9}".format(*names)
+    lines = [head + f"{'msgs/token':>12}{'requests/s':>12}"]
+    direct = {row.streams: row.ttft_p50_ms for row in rows if row.path == "direct"}
+    for row in rows:
+        base = direct.get(row.streams)
+        added = "" if base is None or row.path in ("direct", "plain") else f"{row.ttft_p50_ms - base:+.2f}"
+        lines.append(
+            f"{row.path:15}{row.streams:8d}{row.ttft_p50_ms:10.2f}{row.ttft_p99_ms:9.2f}{added:>11}"
+            f"{row.gap_p50_ms:9.2f}{row.us_per_token:10.1f}{row.router_us_per_token:8.1f}"
+            f"{row.gateway_us_per_token:9.1f}{row.messages_per_token:12.3f}{row.requests_per_s:12.1f}"
+        )
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -221,23 +155,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="tokens per stream")
     parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds between tokens")
     parser.add_argument("--policy", default="prefix_exact", help="routing policy")
+    parser.add_argument("--paths", nargs="+", default=list(PATHS[:-1]), choices=PATHS)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
-    parser.add_argument("--router", help=argparse.SUPPRESS)
-    parser.add_argument("--engines", help=argparse.SUPPRESS)
+    for name in ("--engine", "--router", "--engines", "--gateway"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.engine:
-        asyncio.run(serve_engine(options.engine, options.tokens, options.step_ms / 1000))
+        asyncio.run(lab.serve_engine(options.engine, options.tokens, options.step_ms / 1000))
         return 0
     if options.router:
-        return serve_router(options.router, options.engines, options.policy)
+        return lab.serve_router(options.router, options.engines, options.policy)
+    if options.gateway:
+        return lab.serve_gateway(options.gateway, options.port)
     rows = asyncio.run(compare(options))
-    print(f"{'path':8}{'streams':>8}{'TTFT p50':>10}{'p99 ms':>9}{'gap p50':>9}{'CPU µs/token':>14}{'msgs/token':>12}")
-    for row in rows:
-        print(
-            f"{row.path:8}{row.streams:8d}{row.ttft_p50_ms:10.2f}{row.ttft_p99_ms:9.2f}{row.gap_p50_ms:9.2f}"
-            f"{row.cpu_us_per_token:14.1f}{row.messages_per_token:12.3f}"
-        )
+    print(table(rows))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0
