@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,16 @@ def test_compiled_kernels_agree(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)[:-1].numpy()
     assert np.abs(all_logits(runner, prompt, 31) - expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_experts_take_the_torch_path_and_say_so(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(name, tmp_path)
+    with pytest.raises(UnsupportedModel, match="mixture of experts"):
+        load(tmp_path, kernels="native")
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path, kernels="auto").spec.kernel_path == "cpu/torch"
+    assert "on the torch path" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

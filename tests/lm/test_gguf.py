@@ -27,6 +27,8 @@ ARCHITECTURES = {
     "gemma2": ("gemma2", False, True),
     "gemma3": ("gemma3", False, True),
     "granite": ("granite", True, False),
+    "mistral-window": ("llama", True, False),
+    "smollm3": ("smollm3", True, False),
     "mixtral": ("llama", True, False),
     "qwen3-moe": ("qwen3moe", False, False),
 }
@@ -127,11 +129,18 @@ def convert(name: str, model: torch.nn.Module, path: Path) -> Path:
     return path
 
 
+# What a file of the architecture does not store, and means as given here.
+UNTOLD: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"query_pre_attn_scalar": 16},
+    "mistral-window": {"sliding_window": None},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+}
+
+
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_file_equals_safetensors(name: str, tmp_path: Path) -> None:
-    # GGUF does not store Gemma's attention scale: it is that of the head dimension.
-    changes = {"query_pre_attn_scalar": 16} if name in ("gemma2", "gemma3") else {}
-    model = make(name, tmp_path, **changes)
+    model = make(name, tmp_path, **UNTOLD.get(name, {}))
     file = convert(name, model, tmp_path / "model.gguf")
     prompt = np.random.default_rng(3).integers(3, VOCAB, size=60).tolist()
     jobs = []

@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from kernels import cpu
 from kernels.cpu.decoder import Decoder, DecoderModel, KvCache, LayerWeights
+from kernels.cpu.four_bit import pack_halves
 from kernels.cpu.tile_cache import Entry, open_tiles, write_tiles
 from kernels.cpu.tiles import LAYOUT_VERSION, Kind, Source, TileWeight, exact_kind, pack
 from tandem.lm.batch import KV, StepBatch
@@ -141,19 +142,22 @@ class CompiledModel:
             return pack(
                 _SOURCES[raw.ggml_type], np.ascontiguousarray(raw.data), raw.shape[0], raw.shape[1], kind, out=out
             )
+        if self._kind is None and (tile := _four_bit(source, name)) is not None:
+            return tile
         values = np.ascontiguousarray(source.tensor(f"{name}.weight", torch.float32).numpy())
         return pack(Source.F32, values, values.shape[0], values.shape[1], kind, out=out)
 
     def _all_tiles(self, source: WeightSource, digest: str, progress: Callable[[int, int], None]) -> _Tiles:
         """Tiles of all matrices; of a GGUF file they come from a file that the engines of a machine share."""
         names = _matrix_names(source)
-        raws = [source.raw(f"{name}.weight") for name in names]
-        if self._kind is None and all(raw is not None for raw in raws):
-            entries = [
-                Entry(name, *raw.shape, self._tile_kind(source, raw))
-                for name, raw in zip(names, raws, strict=True)
-                if raw is not None
-            ]
+        entries = []
+        if self._kind is None:
+            for name in names:
+                # Only its form: all at once, what the source has to reorder would be in memory twice.
+                raw = source.raw(f"{name}.weight")
+                if raw is not None:
+                    entries.append(Entry(name, *raw.shape, self._tile_kind(source, raw)))
+        if len(entries) == len(names):
             try:
                 return self._shared_tiles(source, digest, entries, progress)
             except OSError as error:
@@ -244,6 +248,17 @@ class CompiledModel:
             logits=logits,
             hidden=hidden,
         )
+
+
+def _four_bit(source: WeightSource, name: str) -> TileWeight | None:
+    """An AWQ or GPTQ matrix in tiles of four bits, exactly. None if it is none, or its inputs are permuted."""
+    packed = getattr(source, "packed", None)
+    weight = packed(name) if packed is not None else None
+    if weight is None or weight.bits != 4 or weight.zeros is None or weight.permutation is not None:
+        return None
+    groups = weight.in_features // weight.group_size
+    scales, zeros = weight.scales[:groups].float().numpy(), weight.zeros[:groups].float().numpy()
+    return pack_halves(weight.codes.numpy(), scales, zeros, weight.in_features)
 
 
 def _matrix_names(source: WeightSource) -> list[str]:

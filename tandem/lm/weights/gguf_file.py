@@ -36,7 +36,11 @@ _PERMUTED = {"llama", "granite", "smollm3"}
 
 
 class GgufSource:
-    """WeightSource over one GGUF file, mapped."""
+    """WeightSource over one GGUF file.
+
+    Each read maps its tensor anew and lets go of it with the array: pages that were read would otherwise stay resident
+    beside what the weights were turned into, a second copy of them.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +49,6 @@ class GgufSource:
         except GgufError as error:
             raise WeightError(str(error)) from error
         self._tensors = index.tensors
-        self._map: np.ndarray | None = np.memmap(path, dtype=np.uint8, mode="r")
         self.stored_bytes = sum(tensor.nbytes for tensor in index.tensors.values())
         self.config = from_gguf(index.metadata.get, self._tensors.__contains__)
 
@@ -70,9 +73,9 @@ class GgufSource:
         """
         stored, expert = self._stored(name)
         entry = self._tensors.get(stored)
-        if entry is None or self._map is None:
+        if entry is None:
             raise WeightError(f"{self.path.name}: tensor {stored} is missing")
-        data = self._map[entry.offset : entry.offset + entry.nbytes]
+        data = np.memmap(self.path, np.uint8, "r", entry.offset, (entry.nbytes,)).view(np.ndarray)
         if expert is not None:
             size = entry.nbytes // entry.shape[0]
             data = data[expert * size : (expert + 1) * size]
@@ -114,4 +117,4 @@ class GgufSource:
         return file_digest([self.path])
 
     def close(self) -> None:
-        self._map = None
+        """Nothing stays mapped between two reads."""

@@ -55,22 +55,24 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 class TensorFiles:
-    """All tensors of a directory's safetensors files by name."""
+    """All tensors of a directory's safetensors files by name.
+
+    Each read maps its file anew and lets go of it with the tensor: pages that were read would otherwise stay resident
+    beside what the weights were turned into, a second copy of them.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files = sorted(path.glob("*.safetensors"))
         if not self.files:
             raise WeightError(f"{path}: no *.safetensors file (pickled checkpoints are never read)")
-        self._open: list[Any] = []
-        self._where: dict[str, Any] = {}
+        self._where: dict[str, Path] = {}
         for file in self.files:
             try:
-                handle = safe_open(file, framework="pt")
+                with safe_open(file, framework="pt") as handle:
+                    self._where.update(dict.fromkeys(handle.keys(), file))
             except (SafetensorError, OSError) as error:
                 raise WeightError(f"{file.name}: not a readable safetensors file ({error})") from error
-            self._open.append(handle)
-            self._where.update(dict.fromkeys(handle.keys(), handle))
         self._check_index()
         self.stored_bytes = sum(file.stat().st_size for file in self.files)
 
@@ -90,19 +92,21 @@ class TensorFiles:
         return list(self._where)
 
     def get(self, name: str) -> torch.Tensor:
-        if name not in self._where:
-            raise WeightError(f"{self.path.name}: tensor {name} is missing")
-        return self._where[name].get_tensor(name)
+        with safe_open(self._file(name), framework="pt") as handle:
+            return handle.get_tensor(name)
 
     def row(self, name: str, index: int) -> torch.Tensor:
         """One entry of the first dimension, read alone."""
+        with safe_open(self._file(name), framework="pt") as handle:
+            return handle.get_slice(name)[index]
+
+    def _file(self, name: str) -> Path:
         if name not in self._where:
             raise WeightError(f"{self.path.name}: tensor {name} is missing")
-        return self._where[name].get_slice(name)[index]
+        return self._where[name]
 
     def close(self) -> None:
         self._where.clear()
-        self._open.clear()
 
 
 class SafetensorsSource:
