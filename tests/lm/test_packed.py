@@ -11,7 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kernels import cpu
+from kernels.cpu.tiles import Kind
 from tandem.lm.config import UnsupportedModel
+from tandem.lm.loading import load_model
+from tandem.lm.models.compiled import CompiledModel
+from tandem.lm.runner import load_runner
+from tandem.lm.runner_settings import RunnerSettings
 from tandem.lm.types import SamplingParams
 from tandem.lm.weights import WeightError, open_source
 from tests.lm.driver import Driver, Job
@@ -128,6 +134,28 @@ def test_packed_equals_plain(method: str, act_order: bool, v2: bool, tmp_path: P
         Driver(load(tmp_path / name)).run([job])
         jobs.append(job)
     assert jobs[0].output == jobs[1].output and jobs[0].scores == jobs[1].scores
+
+
+@pytest.mark.skipif(not cpu.available(), reason="CPU kernels are not built")
+@pytest.mark.parametrize(
+    ("method", "act_order", "kind"), [("awq", False, Kind.Q4_K), ("gptq", False, Kind.Q4_K), ("gptq", True, Kind.F32)]
+)
+def test_native_kernels_keep_four_bits(method: str, act_order: bool, kind: Kind, tmp_path: Path) -> None:
+    write(tmp_path, method, act_order)
+    settings = RunnerSettings(tmp_path / "packed", kernels="native", threads=1, kv_cache_bytes=4 << 20)
+    model = load_model(settings, lambda done, total: None).model
+    assert isinstance(model, CompiledModel)
+    layer, plain = model.decoder_model.layers[1], open_source(tmp_path / "plain")
+    for name in ("q", "o", "gate", "down"):
+        tile = getattr(layer, name)
+        expected = plain.tensor(f"layers.1.{name}.weight", torch.float32).numpy()
+        # code * scale and the minimum are each rounded when a row is read back.
+        assert tile.kind is kind and np.abs(tile.dequantize() - expected).max() < 1e-6
+    jobs = [Job(list(range(3, 30)), SamplingParams(temperature=0.0, logprobs=1), 4) for _ in range(2)]
+    Driver(load_runner(settings)).run([jobs[0]])
+    Driver(load(tmp_path / "plain")).run([jobs[1]])
+    for mine, theirs in zip(jobs[0].scores[:1], jobs[1].scores[:1], strict=True):
+        assert abs(mine.logprob - theirs.logprob) < 0.1
 
 
 @pytest.mark.parametrize(
