@@ -84,7 +84,7 @@ def test_ctrl_c_kills_deaf_children_within_ten_seconds(running) -> None:
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.process.wait(timeout=10) == 0
     assert gone(pids, 0.5) == []
-    assert "is killed" in launcher.error_text()
+    assert "so killed" in launcher.error_text()
 
 
 def test_kill_nine_leaves_nothing(running) -> None:
