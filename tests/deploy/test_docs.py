@@ -168,7 +168,7 @@ def test_metrics_that_are_named_are_exported(path: Path) -> None:
     # Histograms go by their plain name, too.
     known |= {name.removesuffix("_bucket") for name in known}
     for name, more in re.findall(r"(?<![\w/.])((?:tandem_|vllm:)[a-z0-9_]+)(…?)", path.read_text()):
-        assert any(one.startswith(name) for one in known) if more else name in known, f"no metric {name}"
+        assert any(one.startswith(name) for one in known) if more or name[-1] == "_" else name in known, name
 
 
 def test_code_blocks_are_well_formed() -> None:
