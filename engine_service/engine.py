@@ -15,7 +15,7 @@ from engine_service.kv_events import KvEventLog
 from engine_service.loop import StepLoop
 from engine_service.opening import Openings
 from engine_service.output import Identity, Stream, prompt_event
-from engine_service.policy import SchedulerConfig
+from engine_service.policy import SchedulerConfig, prefill_budget
 from engine_service.scheduler import Scheduler
 from engine_service.settings import EngineSettings
 from engine_service.speculation import SpeculationController
@@ -91,6 +91,7 @@ class Engine:
             prefill_chunk=settings.prefill_chunk,
             policy=settings.scheduling_policy,
             priority_age_s=settings.priority_age_s,
+            prefill_budget=prefill_budget(settings.prefill_budget, spec.kernel_path),
         )
         pool = BlockPool(spec.num_blocks, spec.block_size, caching=settings.prefix_caching)
         self.loop = StepLoop(runner, Scheduler(config, pool), speculation, self._sink)

@@ -8,6 +8,14 @@ from engine_service.requests import Choice
 
 Key = tuple[float, int, int]
 
+# Prompt tokens of a shared step on a CPU. Its rate is reached at a few dozen rows, so larger steps only let more wait.
+CPU_PREFILL_BUDGET = 64
+
+
+def prefill_budget(setting: int, kernel_path: str) -> int:
+    """The setting, or what suits the device that a kernel path such as cpu/avx2 names. 0: no limit."""
+    return setting or (CPU_PREFILL_BUDGET if kernel_path.startswith("cpu") else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -19,6 +27,8 @@ class SchedulerConfig:
     prefill_chunk: int
     policy: str = "fcfs"
     priority_age_s: float = 10.0
+    # Most prompt tokens in all of a step that several share; 0: as many as the step has room for.
+    prefill_budget: int = 0
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -140,17 +140,24 @@ class Scheduler:
         if not pending:
             return
         oldest = min(pending, key=self.key)
-        reserved = max(1, batch.left // OLDEST_SHARE) if len(pending) > 1 else 0
+        room = batch.left
+        if self.config.prefill_budget and len(batch.running) > 1:
+            room = min(room, self.config.prefill_budget)
+        reserved = max(1, room // OLDEST_SHARE) if len(pending) > 1 else 0
         for choice in sorted(pending, key=self.config.prefill_key):
             if choice is oldest:
                 reserved = 0
             if choice.status is Status.RUNNING:
-                self._chunk(choice, min(self.config.prefill_chunk, batch.left - reserved))
+                before = batch.left
+                self._chunk(choice, min(self.config.prefill_chunk, room - reserved, batch.left))
+                room -= before - batch.left
 
     def _top_up(self) -> None:
         """Lets prefills exceed their cap when nobody decodes and budget is left."""
         batch = self._batch
         if any(entry.decodes for entry in batch.entries.values()):
+            return
+        if self.config.prefill_budget and len(batch.running) > 1:
             return
         for entry in list(batch.entries.values()):
             more = min(entry.choice.remaining - entry.count, batch.left)

@@ -56,6 +56,11 @@ class EngineSettings(TracedSettings):
     max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences in a step")
     max_num_batched_tokens: int = Field(1024, ge=1, description="most tokens computed in a step")
     prefill_chunk: int = Field(256, ge=1, description="most prompt tokens of one sequence in a step shared with others")
+    prefill_budget: int = Field(
+        0,
+        ge=0,
+        description="most prompt tokens in all of a step that several requests share; 0: 64 on a CPU, else no limit",
+    )
     scheduling_policy: str = Field("fcfs", description="fcfs or priority", pattern="^(fcfs|priority)$")
     priority_age_s: float = Field(10.0, gt=0, description="seconds of waiting that outweigh one step of priority")
     max_waiting: int = Field(64, ge=0, description="most requests that wait for a free seat; more are refused at once")

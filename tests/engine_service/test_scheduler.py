@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_service.policy import SchedulerConfig
+from engine_service.policy import SchedulerConfig, prefill_budget
 from engine_service.requests import Status
 from tandem.errors import TandemError
 from tandem.lm.types import SamplingParams
@@ -64,6 +64,28 @@ def test_of_two_prompts_the_one_with_least_left_finishes_first() -> None:
         assert long in work(h), "the oldest always gets a share"
     assert h.requests[long].first_token is None and steps <= 3
     h.finish()
+
+
+def test_prompts_that_share_a_step_share_its_prefill_budget() -> None:
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk=16, prefill_budget=12)
+    h = Harness(FakeRunner(num_blocks=64, max_model_len=200), config, None)
+    alone = h.add(list(range(40)), 4)
+    h.step()
+    assert work(h) == {alone: (0, 40, 0)}, "a lone prompt is not held back"
+    prompts = [h.add([10 + index] * 8, 1) for index in range(4)]
+    done: list[int] = []
+    for _ in range(6):
+        h.step()
+        sizes = {request: count for request, (_, count, _) in work(h).items() if request != alone}
+        assert sum(sizes.values()) <= 12
+        done += [request for request in prompts if request not in done and h.requests[request].first_token is not None]
+    assert done == prompts, "and they finish one after another, not all at the end"
+
+
+def test_a_cpu_has_a_prefill_budget_of_its_own() -> None:
+    assert prefill_budget(0, "cpu/avx2") == 64
+    assert prefill_budget(7, "cpu/avx2") == 7
+    assert prefill_budget(0, "triton/sm_90") == 0
 
 
 def test_the_oldest_prompt_is_not_starved_by_short_ones() -> None:
