@@ -13,6 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.simulation import traces
+from benchmarks.simulation.engine import MODELS
+from benchmarks.simulation.world import SimConfig, World
 from router.discovery import Discovery, DnsName, parse_engines
 from router.server import RouterServer
 from router.settings import RouterSettings
@@ -95,7 +98,7 @@ async def test_engines_come_and_go_by_dns() -> None:
 
 
 async def test_outlier_is_ejected_then_probed() -> None:
-    async with cluster(2, policy="round_robin", eject_s=0.3) as c:
+    async with cluster(2, policy="round_robin", eject_s=2.0) as c:
         bad = c.engines[0]
         bad.config.refuse = [TandemError("UNSPECIFIED", "broken", code=UNAVAILABLE)] * 4
         for number in range(10):
@@ -222,6 +225,9 @@ async def test_flight_recorder(tmp_path: Path) -> None:
     assert rows[0]["input_length"] == 1101 and rows[0]["output_length"] == 4
     assert len(rows[0]["hash_ids"]) == 2
     assert rows[0]["hash_ids"] != rows[1]["hash_ids"]
+    # The simulator replays it.
+    replayed = World(traces.read(path), MODELS["cpu-135m"], SimConfig("prefix_exact", engines=2)).run()
+    assert (replayed.requests, replayed.served) == (4, 1.0)
     from benchmarks.simulation.traces import read
 
     assert len(read(path).requests) == 4, "a recording can be replayed"

@@ -10,6 +10,8 @@ import pytest
 from router.index import PrefixIndex
 from router.load import EngineLoad, LoadReport
 from router.policies import Candidate, Policy, Query, make_policy
+from router.policies.herd import Herd
+from router.policies.prefix import PrefixExact
 from router.settings import POLICIES
 
 REPORT = LoadReport(
@@ -189,3 +191,56 @@ def test_reported_queue_melts_with_time() -> None:
     engine.update(LoadReport(uncached_tokens=1000, prefill_tokens_per_s=2000), 0.0)
     assert engine.pending_tokens(0.25) == 500
     assert engine.pending_tokens(1.0) == 0
+
+
+def test_herd_is_what_all_send_for_each_of_ones_own() -> None:
+    herd, engines = Herd(), [EngineLoad(f"e{n}", n) for n in range(4)]
+    taken = 0
+    for tick in range(40):
+        now = 0.25 * tick
+        for engine in engines:
+            # Three other routers send as much as this one.
+            sent = engine.sent(now, 100, 1)
+            engine.accepted(100)
+            taken += 400
+            engine.update(LoadReport(epoch=1, taken_tokens=taken), now + 0.1)
+            engine.done(sent)
+            engine.sent(now + 0.1, 50, 1)
+        taken -= 4 * 400 - 400
+        herd.update(engines, now + 0.2)
+    assert herd.size == 4
+    # What an engine got from three others since its report, if it got 50 tokens from this one.
+    assert 150 <= herd.unseen_tokens <= 3 * 150
+
+
+def test_herd_is_one_without_others_and_without_counters() -> None:
+    for counted in (True, False):
+        herd, engine = Herd(), EngineLoad("e", 0)
+        for tick in range(20):
+            engine.accepted(100)
+            engine.update(LoadReport(epoch=1, taken_tokens=100 * (tick + 1) * counted), float(tick))
+            herd.update([engine], float(tick))
+        assert herd.size == 1 and herd.unseen_tokens == 0.0
+
+
+def test_beside_other_routers_a_sample_is_judged_and_the_best_holders_with_it() -> None:
+    index = PrefixIndex(100_000)
+    policy = make_policy("prefix_exact", index, random.Random(1))
+    assert isinstance(policy, PrefixExact)
+    engines = [EngineLoad(f"e{n}", index.new_slot(), events_live=True) for n in range(64)]
+    for engine in engines:
+        policy.add(engine)
+        engine.update(LoadReport(epoch=1, prefill_tokens_per_s=1000), 0.0)
+    keys = [bytes([n]) * 16 for n in range(10)]
+    index.stored(engines[7].slot, keys)
+    query = Query("", 160, hasher=lambda size: keys)
+    assert len(policy.rank(query, engines, 1.0)) == 64
+    policy._herd.size = 4
+    policy._herd.update = lambda engines, now: None  # type: ignore[method-assign]
+    for _ in range(20):
+        judged = policy.rank(query, engines, 1.0)
+        assert len(judged) == 4 and judged[0].engine is engines[7]
+        assert policy.choose(judged, query).engine is engines[7]
+    policy._herd.unseen_tokens = 200.0
+    judged = [policy.rank(query, engines, 1.0) for _ in range(20)]
+    assert not all(any(c.engine is engines[7] for c in one) for one in judged), "160 tokens are not worth a herd"
