@@ -19,6 +19,11 @@ from draft_service.training.head_module import HeadModule, soft_cross_entropy
 from draft_service.training.states import Corpus
 from tandem.lm.proposers.head_file import quantize
 
+
+class CheckpointError(ValueError):
+    """A checkpoint that belongs to another training."""
+
+
 # Called with steps done, steps in all, mean loss of late, seconds left.
 Progress = Callable[[int, int, float, float], None]
 
@@ -257,7 +262,7 @@ class Trainer:
         partial.replace(path)
 
     def _resume(self, path: Path) -> bool:
-        """Whether there was one. Raises ValueError if the checkpoint is of another plan or other data."""
+        """Whether there was one. Raises CheckpointError if it is of another plan or other data."""
         if not path.exists():
             return False
         found = torch.load(path, weights_only=True)

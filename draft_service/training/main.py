@@ -8,6 +8,7 @@ from pathlib import Path
 
 from draft_service.training import head, table
 from draft_service.training.gather import GatherError, Place, gather
+from draft_service.training.head_fit import CheckpointError
 from draft_service.training.states import StatesError
 from tandem.lm.proposers.head_file import BLOCK_BYTES
 
@@ -28,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--system", default=None, help="system prompt; default: the chat template's own")
     result.add_argument("--tokens", type=int, default=500_000, help="answer tokens to gather, those there included")
     result.add_argument("--hours", type=float, default=3.0, help="longest time for gathering")
+    result.add_argument("--gather-only", action="store_true", help="write conversations, and train nothing")
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--batch", type=int, default=32, help="conversations at a time")
     result.add_argument("--max-user", type=int, default=64, help="tokens of a user turn")
@@ -54,9 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         spent = gather(options, Place(options.out))
+        if options.gather_only:
+            return 0
         fit = head.fit if options.kind == "head" else table.fit
         card = fit(options, spent)
-    except (GatherError, StatesError) as error:
+    except (GatherError, StatesError, CheckpointError) as error:
         print(error)
         return 1
     (options.out / f"{options.kind}.card.json").write_text(json.dumps(card, indent=1) + "\n")
