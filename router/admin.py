@@ -69,7 +69,7 @@ class AdminServicer(router_pb2_grpc.RouterAdminServiceServicer):
         taken = {candidate.engine.name for candidate in candidates}
         for engine in self._fleet.serving(model):
             if engine.address not in taken:
-                why = engine.excluded(now) or "full"
+                why = engine.excluded(now) or ("not in the sample" if engine in engines else "full")
                 decision.candidates.add(address=engine.address, excluded=why)
         decision.candidates.sort(key=lambda candidate: candidate.address)
         return decision

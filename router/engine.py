@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -75,15 +74,10 @@ class Engine:
 
     def _open(self) -> None:
         self.channel = rpc.channel(self.address)
-        self.generate: Any = self.channel.unary_stream(
-            INFERENCE + "Generate", request_serializer=None, response_deserializer=None
-        )
-        self.embed: Any = self.channel.unary_unary(
-            INFERENCE + "Embed", request_serializer=None, response_deserializer=None
-        )
-        self.tokenizer: Any = self.channel.unary_unary(
-            INFERENCE + "GetTokenizer", request_serializer=None, response_deserializer=None
-        )
+        # Without serializers: these are calls with bytes.
+        self.generate: Any = self.channel.unary_stream(INFERENCE + "Generate")
+        self.embed: Any = self.channel.unary_unary(INFERENCE + "Embed")
+        self.tokenizer: Any = self.channel.unary_unary(INFERENCE + "GetTokenizer")
         self._stub = engine_pb2_grpc.EngineServiceStub(self.channel)
 
     def start(self) -> None:
@@ -301,9 +295,3 @@ class Engine:
             indexed_blocks=self.feed.indexed(),
             events_live=self.feed.live,
         )
-
-
-async def cancel_quietly(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception):
-        await task

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 
 from router.discovery import Discovery, Resolver, resolve_all
-from router.engine import Engine, cancel_quietly
+from router.engine import Engine
 from router.index import PrefixIndex
 from router.live import LiveConfig
 from router.policies import Policy, make_policy
 from router.settings import RouterSettings
+from router.tasks import cancel_quietly
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 

@@ -16,7 +16,7 @@ from router.forwarded import Forwarded
 from router.outbox import Outbox
 from router.policies import Query
 from router.recorder import Decision
-from router.retry import Failure, Turn
+from router.retry import Failure, Turn, gave_up
 from router.shared import Shared
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
@@ -196,7 +196,7 @@ class Generation:
                 )
         self._stalled_retries += 1
         if self._stalled_retries > self._shared.live.max_retries:
-            raise self._gave_up(failure)
+            raise gave_up(failure, self._stalled_retries, self._shared.admission.wait_estimate_s())
         if not self._prepare(failure):
             return False
         kind = "resume" if self._accepted else "retry"
@@ -214,18 +214,6 @@ class Generation:
         if not failure.at_once:
             await self._turn.take(self._job.deadline)
         return True
-
-    def _gave_up(self, failure: Failure) -> TandemError:
-        tries = self._stalled_retries
-        if failure.error.reason == "ENGINE_FULL":
-            return TandemError(
-                "OVERLOADED",
-                f"{tries} engines in a row were full",
-                retry_after_s=self._shared.admission.wait_estimate_s(),
-            )
-        return TandemError(
-            "NO_ENGINE", f"{tries} attempts in a row failed; last: {failure.error.message}", retry_after_s=5.0
-        )
 
     def _prepare(self, failure: Failure) -> bool:
         if self._accepted is not None and not self._forwarded.complete:

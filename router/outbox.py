@@ -20,8 +20,9 @@ class Pace:
     `tick` is called regularly; it compares the process's CPU time with the wall clock.
     """
 
-    IDLE = 0.15
-    FULL = 0.45
+    # Shares of one core. Tokens that leave 20 ms later are not noticed; a second token's worth of CPU is.
+    IDLE = 0.05
+    FULL = 0.25
 
     def __init__(self, max_s: float) -> None:
         self._max_s = max_s

@@ -30,6 +30,14 @@ class Failure:
     crash: bool = False
 
 
+def gave_up(last: Failure, tries: int, wait_s: float) -> TandemError:
+    """What the client is told after so many attempts in a row failed. wait_s: the usual wait for a place, seconds."""
+    if last.error.reason == "ENGINE_FULL":
+        return TandemError("OVERLOADED", f"{tries} engines in a row were full", retry_after_s=wait_s)
+    message = f"{tries} attempts in a row failed; last: {last.error.message}"
+    return TandemError("NO_ENGINE", message, retry_after_s=5.0)
+
+
 class CrashList:
     """Digests of requests that were running when two engines died."""
 

@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 
 from router import tracing
 from router.admission import Admission, Job
-from router.engine import cancel_quietly
 from router.fleet import Fleet
 from router.forward import Generation
 from router.metrics import RouterMetrics
@@ -24,6 +23,7 @@ from router.requests import check_possible, complete, make_query
 from router.retry import CrashList, KeptBytes, RetryBudget
 from router.settings import RouterSettings
 from router.shared import Shared
+from router.tasks import cancel_quietly
 from tandem.errors import TandemError, abort
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.tracing import NULL_SPAN, NULL_TRACER, Span, Tracer, grpc_status, names
@@ -242,6 +242,7 @@ class InferenceServicer:
                 )
                 answer = await call
                 grant.engine.succeeded()
+                grant.engine.load.accepted(query.prompt_tokens)
                 return answer
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE or last:
