@@ -135,10 +135,11 @@ async def single(
     arms = list(engines)
     for index, prompt in enumerate(prompts):
         turn = index % len(arms)
-        # A salt of its own: a draft that has seen this very answer before would flatter.
-        salt = "" if shared else secrets.token_hex(4)
+        # A salt of its own for each answer of each arm: the arms share one draft service, and one that has seen this
+        # very answer before would flatter.
         answers = {
-            arm: await engines[arm].run(prompt, tokens, temperature, index, salt) for arm in arms[turn:] + arms[:turn]
+            arm: await engines[arm].run(prompt, tokens, temperature, index, "" if shared else secrets.token_hex(4))
+            for arm in arms[turn:] + arms[:turn]
         }
         for arm, answer in answers.items():
             if answer.ids != answers["off"].ids:
