@@ -256,7 +256,7 @@ def rows(model: str, turns: int, head: str) -> dict[str, object]:
 
     runner = load_runner(RunnerSettings(resolve(model).path, kv_cache_bytes=64 << 20, max_num_batched_tokens=256))
     prompt = list(range(1000, 1200))
-    sequence = Sequence(1, 0, SamplingParams(temperature=0.0), prompt, len(prompt))
+    sequence = Sequence(1, 0, SamplingParams(temperature=0.0), list(prompt), len(prompt))
     table = list(range(20))
     first = runner.execute([Slice(sequence, table, 0, len(prompt), hidden=runner.spec.gives_hidden)])[0]
     sequence.token_ids.append(first.token_ids[0])
