@@ -104,8 +104,9 @@ class HeadSource:
         self.calibration = Calibration()
         # Over all sequences: greedy, sampled.
         self._prior = {True: Acceptance(), False: Acceptance()}
-        # Milliseconds of one drafted token by rows.
+        # Milliseconds by rows: of the first drafted token, whose weights come from memory, and of a later one.
         self._cost: dict[int, float] = {}
+        self._next_cost: dict[int, float] = {}
         self.trial_interval = _FIRST_TRIAL
         self.since_trial = 0
         # Steps of a trial that are left; in a trial drafts are run whether they seem to pay or not.
@@ -119,11 +120,16 @@ class HeadSource:
         return spent
 
     def token_ms(self, rows: int) -> float:
-        """Milliseconds that one more token takes for so many rows at once."""
-        if rows in self._cost:
-            return self._cost[rows]
-        nearest = min(self._cost, key=lambda known: abs(known - rows), default=0)
-        return self._cost[nearest] * (rows / nearest if rows > nearest else 1.0) if nearest else _PRIOR_MS * rows**0.5
+        """Milliseconds that the first token takes for so many rows at once."""
+        return _looked_up(self._cost, rows)
+
+    def next_ms(self, rows: int) -> float:
+        """Milliseconds that a later token takes for so many rows at once."""
+        return min(self.token_ms(rows), _looked_up(self._next_cost, rows))
+
+    def draft_ms(self, depth: int) -> float:
+        """Milliseconds of a chain of one row."""
+        return self.token_ms(1) + (depth - 1) * self.next_ms(1) if depth else 0.0
 
     # What came of it.
 
@@ -164,7 +170,7 @@ class HeadSource:
         if not self.ready(state, sequence):
             return 0.0
         depth, gained, _ = self._depth(state, sequence.params.greedy, batch, cost)
-        return max(0.0, gained - depth * self.token_ms(1) / _token_ms(cost, batch))
+        return max(0.0, gained - self.draft_ms(depth) / _token_ms(cost, batch))
 
     def ready(self, state: HeadState, sequence: Sequence) -> bool:
         """Whether the hidden state at hand is that of the last token."""
@@ -174,12 +180,12 @@ class HeadSource:
         """Drafts that give most tokens per second on average, how many of them should be right, and milliseconds per
         token then."""
         first, following = self._expected(state, greedy)
-        price, alone = self.token_ms(1) + _row_ms(cost, batch), _token_ms(cost, batch)
+        row, alone = _row_ms(cost, batch), _token_ms(cost, batch)
         best, best_ms, best_gain = 0, alone / _MARGIN, 0.0
         reach, gained = first, 0.0
         for depth in range(1, self._most + 1):
             gained += reach
-            per_token = (alone + depth * price) / (1 + gained)
+            per_token = (alone + self.draft_ms(depth) + depth * row) / (1 + gained)
             if per_token < best_ms:
                 best, best_ms, best_gain = depth, per_token, gained
             reach *= following
@@ -220,7 +226,7 @@ class HeadSource:
             HeadRun(sequence, state.hidden, most, drawn)  # type: ignore[arg-type]
             for (state, sequence, most), drawn in zip(wishes, rejection, strict=True)
         ]
-        price = self.token_ms(len(runs)) / max(1, len(runs)) + _row_ms(cost, batch)
+        price = self.next_ms(len(runs)) / max(1, len(runs)) + _row_ms(cost, batch)
         plans = {
             id(run): self._depth(state, sequence.params.greedy, batch, cost)
             for (state, sequence, _), run in zip(wishes, runs, strict=True)
@@ -262,12 +268,23 @@ class HeadSource:
         self.stats.spent_us += took_ms * 1e3
         if not steps:
             return
-        rows, per_token = len(runs), took_ms / steps
-        known = self._cost.get(rows)
+        rows = len(runs)
+        costs, measured = self._cost, took_ms
+        if steps > 1:
+            costs, measured = self._next_cost, max(0.0, took_ms - self.token_ms(rows)) / (steps - 1)
+        known = costs.get(rows)
         if known is None:
-            self._cost[rows] = min(per_token, _OUTLIER * self.token_ms(rows))
+            costs[rows] = min(measured, _OUTLIER * _looked_up(costs, rows))
         else:
-            self._cost[rows] = known + _COST_RATE * (min(per_token, _OUTLIER * known) - known)
+            costs[rows] = known + _COST_RATE * (min(measured, _OUTLIER * known + 0.01) - known)
+
+
+def _looked_up(costs: dict[int, float], rows: int) -> float:
+    """Milliseconds for so many rows: measured, or of the nearest row count."""
+    if rows in costs:
+        return costs[rows]
+    nearest = min(costs, key=lambda known: abs(known - rows), default=0)
+    return costs[nearest] * (rows / nearest if rows > nearest else 1.0) if nearest else _PRIOR_MS * rows**0.5
 
 
 def _token_ms(cost: CostModel, batch: int) -> float:
