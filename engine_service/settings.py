@@ -75,7 +75,7 @@ class EngineSettings(TracedSettings):
     # Speculation.
     draft: str = Field("", description="address of the draft service; empty: none")
     head: str = Field(
-        "none",
+        "auto",
         description="draft head: auto (the shipped one that was trained for this very model, if any), none or a file",
     )
     draft_timeout_ms: float = Field(2.0, gt=0, description="longest wait for drafts in a step")
