@@ -22,6 +22,8 @@ from tandem.tracing import NULL_SPAN, Span
 
 MODELS_TTL_S = 2.0
 CALL_TIMEOUT_S = 10.0
+# A router has this long after a request's deadline to say so itself; then the gateway does.
+ROUTER_SLACK_S = 2.0
 # How long a request waits for news of the models when there are old ones to go by.
 MODELS_PATIENCE_S = 1.0
 MAX_TOKENIZERS = 8
@@ -153,7 +155,7 @@ class RouterClient:
 
     def generate(self, request: pb.GenerateRequest, wait_for_ready: bool = False, span: Span = NULL_SPAN) -> Any:
         """Starts Generate; the call is read with `.read()`, which gives serialized GenerateResponses."""
-        timeout = request.timeout_ms / 1000 + 5.0 if request.timeout_ms else None
+        timeout = request.timeout_ms / 1000 + ROUTER_SLACK_S if request.timeout_ms else None
         metadata = (*self.metadata, *span.headers)
         return self._generate(request, timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready)
 

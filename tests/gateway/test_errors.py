@@ -276,6 +276,18 @@ def test_bad_headers(stand: Stand) -> None:
     assert stand.router.requests[-1].timeout_ms == 30000
 
 
+def test_a_deadline_holds_though_the_router_is_silent(stand: Stand) -> None:
+    headers = {"x-request-timeout-ms": "200", "x-request-id": "fault:slow=30"}
+    answer = stand.post(CHAT, body_of(CHAT), headers=headers)
+    assert error_of(answer, 504)["code"] == "timeout"
+    # After *accepted* the status has been sent: the error is an event, and the stream ends.
+    headers["x-request-id"] = "fault:hang=30"
+    stream = stand.post(CHAT, body_of(CHAT, stream=True), headers=headers)
+    assert stream.status_code == 200
+    last = [line for line in stream.text.splitlines() if line.startswith("data: {")][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+
+
 def test_request_ids_are_echoed_or_made(stand: Stand) -> None:
     answer = stand.post(CHAT, body_of(CHAT), headers={"x-request-id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1" and stand.router.requests[-1].request_id == "mine-1"
