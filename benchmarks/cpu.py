@@ -97,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hf-dir", type=Path, help="the same model as a safetensors folder, for vLLM")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=1e9, help="no turn begins after this time")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each workload's requests")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--no-peers", action="store_true")
@@ -112,9 +113,13 @@ def main(argv: list[str] | None = None) -> int:
     limits = roofline.measure(options.threads)
     print(report.roofline_line(limits, path.stat().st_size), flush=True)
     runs: Runs = {}
+    begun = time.monotonic()
     for turn in range(options.rounds):
         print(f"round {turn + 1} of {options.rounds}", flush=True)
         for server in tested:
+            if time.monotonic() - begun > 60 * options.minutes:
+                print(f"  {server.name}: no time left for this turn", flush=True)
+                continue
             one_turn(server, port, options, tokenizer, runs)
     found = {"machine": machine(options.threads), "limits": asdict(limits), "medians": medians(runs), "runs": runs}
     if options.json:

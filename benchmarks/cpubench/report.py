@@ -30,23 +30,29 @@ def roofline_line(limits: Limits, weight_bytes: int) -> str:
     )
 
 
+def turns(cells: dict[str, dict[str, list[float]]]) -> int:
+    """How often the server ran its workloads."""
+    return max((len(values) for name, cell in cells.items() if name != "stack" for values in cell.values()), default=0)
+
+
 def markdown(found: dict[str, Any], weight_bytes: int, options: argparse.Namespace) -> str:
     """The page's text."""
     box, medians = found["machine"], found["medians"]
     lines = [
         "# Performance on CPUs",
         "",
-        f"Written by `python -m benchmarks.cpu --write`: {options.rounds} rounds in turns, medians, workloads at scale "
-        f"{options.scale:g}. {box['cpu']}, {box['cores']} cores, {box['system']}.",
+        f"Written by `python -m benchmarks.cpu --write`: up to {options.rounds} rounds in turns, medians, workloads at "
+        f"scale {options.scale:g}. {box['cpu']}, {box['cores']} cores, {box['system']}.",
         "",
         roofline_line(Limits(**found["limits"]), weight_bytes),
         "",
-        "| server | " + " | ".join(title for _, _, title, _ in COLUMNS) + " |",
+        "| server (turns) | " + " | ".join(title for _, _, title, _ in COLUMNS) + " |",
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
     for server, cells in medians.items():
         values = [cells.get(workload, {}).get(key) for workload, key, _, _ in COLUMNS]
-        lines.append(f"| {server} | " + " | ".join("–" if v is None else f"{v:.1f}" for v in values) + " |")
+        shown = " | ".join("–" if v is None else f"{v:.1f}" for v in values)
+        lines.append(f"| {server} ({turns(found['runs'][server])}) | {shown} |")
     own = medians.get("tandem", {})
     for server, cells in medians.items():
         if server == "tandem":
