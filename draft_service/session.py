@@ -75,7 +75,7 @@ class Session:
         for identity in question.finished:
             sequence = self._sequences.pop(identity, None)
             if sequence is not None:
-                self._leaving.append((sequence, True))
+                self._leaving.append((sequence, not sequence.no_store))
         response.elapsed_us = int((time.perf_counter() - began) * 1e6)
         return response
 
@@ -132,7 +132,12 @@ class Session:
         if len(self._sequences) >= self._limits.max_sequences:
             raise _Refused(f"{len(self._sequences)} sequences are held, the most allowed")
         sequence = DraftSequence(
-            id=update.id, tokens=[], prompt_len=update.prompt_len, salt=update.salt, allowed=tuple(update.proposers)
+            id=update.id,
+            tokens=[],
+            prompt_len=update.prompt_len,
+            salt=update.salt,
+            allowed=tuple(update.proposers),
+            no_store=update.no_store,
         )
         self._sequences[update.id] = sequence
         self._proposer.start(sequence)

@@ -8,6 +8,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+from engine_service import traffic
 from engine_service.admission import check_fits
 from engine_service.grammar import GrammarCompiler, GrammarMatcher
 from engine_service.jobs import StepReport
@@ -98,6 +99,8 @@ class Engine:
         self.speculation = speculation
         # Set where metrics are served.
         self.metrics: EngineMetrics | None = None
+        # Raises OSError if its directory cannot be used.
+        self.traffic = traffic.open_log(settings, spec, tokenizer.bundle.digest)
         self.streams: dict[int, Stream] = {}
         self._openings = Openings(settings, tokenizer, self.identity, self.kv_log)
         self._events: asyncio.AbstractEventLoop | None = None
@@ -119,6 +122,8 @@ class Engine:
         self.end_streams(TandemError("ENGINE_DRAINING", "the engine is shutting down"))
         self.kv_log.close()
         self.grammars.close()
+        if self.traffic is not None:
+            await asyncio.to_thread(self.traffic.close)
         if not await asyncio.to_thread(self.loop.stop, patience_s):
             log.warning("a step still runs; leaving it behind")
             return False
@@ -175,6 +180,8 @@ class Engine:
         known = self.streams.pop(stream.request.id, None)
         if known is not None and self.metrics is not None:
             self.metrics.closed(stream)
+        if known is not None and self.traffic is not None and (entry := traffic.entry(stream)) is not None:
+            self.traffic.offer(entry)
         if not stream.done:
             self.loop.cancel(stream.request.id)
         if not self.streams:

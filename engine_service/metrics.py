@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from engine_service.engine import Engine
     from engine_service.output import Stream
     from engine_service.speculation.stats import SpeculationStats
+    from tandem.traffic import TrafficStats
 
 # Seconds. vLLM's bounds, so that its dashboards' heat maps keep their shape.
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -110,6 +111,19 @@ class _EngineCollector(Collector):
         stats: SpeculationStats | None = getattr(self._engine.speculation, "stats", None)
         if stats is not None:
             yield from _speculation(stats, self._engine.names[0])
+        if self._engine.traffic is not None:
+            yield from self._traffic(self._engine.traffic.stats)
+
+    def _traffic(self, stats: TrafficStats) -> Iterator[Metric]:
+        model = [self._engine.names[0]]
+        yield _counter("tandem_engine_traffic_requests", "Requests that were logged.", stats.written, model)
+        yield _counter("tandem_engine_traffic_bytes", "Bytes of them.", stats.bytes, model)
+        yield _counter(
+            "tandem_engine_traffic_dropped",
+            "Requests that could not be logged in time or at all.",
+            stats.dropped,
+            model,
+        )
 
     def _vllm(self) -> Iterator[Metric]:
         engine, model = self._engine, [self._engine.names[0]]

@@ -67,6 +67,7 @@ class Openings:
             deadline=arrival + message.timeout_ms / 1000 if message.timeout_ms else None,
             score_prompt=valid.score_prompt,
             trace=trace,
+            no_store=message.no_store,
         )
         outbox = Outbox(self._settings.stream_buffer_bytes, merge=not message.output.single_tokens)
         stream = Stream(request, [], outbox, message.attempt, message.output.receipt)
@@ -105,6 +106,7 @@ class Openings:
             token_ids=[*valid.prompt, *resumed.ids],
             prompt_len=len(valid.prompt),
             trace=job.request.trace,
+            no_store=job.request.no_store,
         )
         choice = Choice(job.request, sequence, valid.max_output, hashes=list(opened.hashes))
         job.request.choices.append(choice)

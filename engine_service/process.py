@@ -8,12 +8,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_service.control import EngineServicer
 from engine_service.service import Host, InferenceServicer
 from engine_service.settings import EngineSettings
-from tandem import rpc
+from tandem import rpc, traffic
 from tandem.engine.v1 import engine_pb2, engine_pb2_grpc
 from tandem.inference.v1 import inference_pb2, inference_pb2_grpc
 from tandem.tracing import open_tracer
@@ -67,9 +68,12 @@ class Process:
         """Binds and serves at once; health says NOT_SERVING until the model is there.
 
         Raises:
-            OSError: the address cannot be bound. ValueError: it is none.
+            OSError: the address cannot be bound, or the traffic's directory not be used. ValueError: it is none.
         """
         target = rpc.check_address(self._settings.listen)
+        if self._settings.traffic_log:
+            # Now rather than when the model is there.
+            traffic.prepare(Path(self._settings.traffic_log))
         if self._settings.metrics_listen:
             from tandem.metrics import MetricsServer, new_registry
 

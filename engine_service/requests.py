@@ -35,6 +35,8 @@ class Request:
     score_prompt: bool = False
     # traceparent of the span that the draft's belong to; "" if nobody traces.
     trace: str = ""
+    # Neither logged with traffic nor learnt from by drafts.
+    no_store: bool = False
     # Choices that will fork from the first one; each has a seat in the batch reserved.
     forking: int = 0
     # What happened, for usage and receipt.

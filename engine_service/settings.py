@@ -86,6 +86,16 @@ class EngineSettings(TracedSettings):
     )
     verification: str = Field("exact", description="exact or rejection", pattern="^(exact|rejection)$")
 
+    # Traffic.
+    traffic_log: str = Field(
+        "",
+        description="directory that gets the token ids of finished requests without a salt, to train drafts from; "
+        "empty: none",
+    )
+    traffic_log_bytes: int = Field(
+        268_435_456, ge=65_536, description="size of that directory; the oldest files make room"
+    )
+
     # Life.
     grace: float = Field(30.0, ge=0, description="seconds that a drain gives to running requests")
     stall_limit: float = Field(30.0, gt=0, description="seconds after which a step counts as hung")

@@ -111,6 +111,7 @@ def build_request(
         n=n,
         cache_salt=cache_salt(context.key, body.cache_salt, gateway.settings.share_cache),
         tenant=context.key.id if context.key else "",
+        no_store=body.store is False,
     )
     if structured is not None:
         result.structured.CopyFrom(structured)

@@ -103,6 +103,7 @@ class SequenceState:
             message.prompt_len = self.sequence.prompt_len
             message.salt = self.salt
             message.traceparent = self.sequence.trace
+            message.no_store = self.sequence.no_store
             message.sampling.CopyFrom(sampling_message(self.sequence.params, self.sequence.choice))
         self.told = len(tokens)
         if want:

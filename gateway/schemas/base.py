@@ -15,6 +15,7 @@ log = logging.getLogger("gateway.schemas")
 REFUSED = "refused"
 NO_EFFECT = "no effect"
 EXTENSION = "extension"
+STORE = "false keeps the request out of logged traffic and of what drafts learn"
 
 
 def _integral(value: Any) -> Any:

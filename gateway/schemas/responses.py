@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from gateway.errors import bad, unsupported
-from gateway.schemas.base import Body, Int, Part, extension, no_effect, refused, validate
+from gateway.schemas.base import STORE, Body, Int, Part, extension, no_effect, refused, validate
 from gateway.schemas.chat import ChatBody
 
 
@@ -60,7 +60,7 @@ class ResponsesBody(Body):
     truncation: Literal["auto", "disabled"] | None = Field(None, description="auto drops the oldest prompt tokens")
     user: str | None = None
     metadata: dict[str, Any] | None = Field(None, description="returned as it came")
-    store: Any = no_effect("nothing is stored; the answer says store false")
+    store: bool | None = Field(None, description=f"{STORE}; the answer always says false")
     include: Any = no_effect()
     service_tier: Any = no_effect()
     prompt_cache_key: Any = no_effect()
@@ -108,6 +108,7 @@ _SAME = (
     "ignore_eos",
     "min_tokens",
     "cache_salt",
+    "store",
     "priority",
     "chat_template_kwargs",
 )

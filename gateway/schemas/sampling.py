@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from gateway.schemas.base import Body, Int, Part, extension, no_effect
+from gateway.schemas.base import STORE, Body, Int, Part, extension, no_effect
 
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024
@@ -67,7 +67,7 @@ class SamplingBody(Body):
     stop: str | list[str] | None = None
     max_tokens: Int | None = Field(None, ge=0, le=2**31 - 1)
     user: Any = no_effect()
-    store: Any = no_effect()
+    store: bool | None = Field(None, description=STORE)
     metadata: Any = no_effect()
     service_tier: Any = no_effect()
     prompt_cache_key: Any = no_effect()

@@ -54,6 +54,8 @@ class Sequence:
     prompt_len: int
     # traceparent for whoever proposes drafts; "" if nobody traces.
     trace: str = ""
+    # Nothing of it may be kept or learnt from when it has ended.
+    no_store: bool = False
 
     @property
     def output_len(self) -> int:

@@ -118,6 +118,19 @@ def test_finished_sequences_are_learnt_from_and_cut_off_ones_are_not() -> None:
     assert suffix.stored_tokens == 4 + 7
 
 
+def test_who_is_not_to_be_stored_is_not_learnt_from() -> None:
+    suffix = SuffixProposer()
+    under_test = Session(suffix, epoch=1)
+    under_test.answer(question(start(1, no_store=True)))
+    (proposal,) = under_test.answer(
+        question(pb.SequenceUpdate(id=1, base_len=7, new_ids=[4, 1, 2, 3], want=2), finished=[])
+    ).proposals
+    assert list(proposal.draft_ids), "it still gets drafts"
+    under_test.answer(question(finished=[1]))
+    under_test.tidy()
+    assert suffix.stored_tokens == 0 and not len(under_test)
+
+
 def test_a_proposer_that_breaks_on_one_sequence_spares_the_others() -> None:
     class Fragile(NgramProposer):
         def propose(self, wants: list[tuple[DraftSequence, int]]) -> list[Guess]:

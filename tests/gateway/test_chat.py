@@ -234,6 +234,17 @@ def test_parts_that_are_no_text_are_refused(stand: Stand, part: str) -> None:
     assert part in error["message"] and error["param"].startswith("messages[0].content[0]")
 
 
+def test_who_is_not_to_be_stored_is_not_learnt_from(stand: Stand) -> None:
+    for value in (False, True, None):
+        chat(stand, store=value)
+    assert "store" in chat(stand, 400, store="no")["error"]["param"]
+    body = {"prompt": "red", "max_tokens": 2}
+    assert stand.post("/v1/completions", {**body, "store": False}).status_code == 200
+    for value in (False, True):
+        assert stand.post("/v1/responses", {"input": "red", "store": value}).json()["store"] is False
+    assert [request.no_store for request in stand.router.requests] == [True, False, False, True, True, False]
+
+
 def test_documented_fields_without_effect(stand: Stand) -> None:
     plain = chat(stand)
     same = chat(

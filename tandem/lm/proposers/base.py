@@ -36,6 +36,8 @@ class DraftSequence:
     sampling: DraftSampling = field(default_factory=DraftSampling)
     # Proposers allowed, by name; empty: all.
     allowed: tuple[str, ...] = ()
+    # Not to be learnt from when it has ended.
+    no_store: bool = False
     state: dict[str, Any] = field(default_factory=dict)
 
     def allows(self, proposer: str) -> bool:
