@@ -27,7 +27,7 @@ from tests.engine_service.harness import Harness
 BLOCK = 16
 OUTPUT = 24
 KV_HEADS, HEAD_DIM = 2, 16
-# Two prompts of three blocks fit TIGHT, their answers do not: whoever runs beside another is preempted, cached or not.
+# Two prompts of four blocks fill TIGHT and their answers need more: whoever runs beside another is preempted.
 ROOMY, TIGHT = 40, 8
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 SEEDED = SamplingParams(temperature=1.0, seed=99, logprobs=2)
