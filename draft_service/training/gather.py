@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from draft_service.training import states
+from draft_service.training import logged, states
+from draft_service.training.forced import read_states
 from draft_service.training.generate import Generator, Plan, Talk, Template, append, marks, read
 from draft_service.training.topics import compose
+from tandem.lm.types import Runner
 from tandem.tokenizer import Tokenizer, load_bundle
 
 _SAVE_EVERY_S = 10.0
@@ -40,6 +42,11 @@ class Place:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def logged(self) -> bool:
+        """Whether its conversations are logged traffic rather than the target's own."""
+        return self.path.name == logged.FOLDER
 
     def seed(self) -> int:
         """Raises GatherError if the directory does not say with what seed it was written."""
@@ -99,6 +106,53 @@ def gather(options: argparse.Namespace, place: Place) -> float:
     finally:
         runner.close()
     return time.monotonic() - began
+
+
+def gather_logged(options: argparse.Namespace, place: Place) -> float:
+    """Takes logged traffic, and for a head reads the target's hidden states of it. Returns the seconds spent.
+
+    Raises:
+        GatherError: the directory holds traffic that was taken otherwise.
+        TrafficError: a log that cannot be used. ForcedError: a request that the model cannot hold.
+    """
+    place.path.mkdir(exist_ok=True)
+    paths = [str(path) for path in options.traffic]
+    place.claim({"traffic": paths, "traffic_tokens": options.traffic_tokens, "target": options.target})
+    logged.take(options, place.path)
+    began = time.monotonic()
+    talks = read(place.talks)
+    if options.kind != "head":
+        return time.monotonic() - began
+    from tandem.lm.runner import load_runner
+    from tandem.lm.runner_settings import RunnerSettings
+    from tandem.models.store import resolve
+
+    path = resolve(options.target).path
+    runner = load_runner(RunnerSettings(path, threads=options.threads, kernels=options.kernels))
+    try:
+        read_logged(runner, place.states, talks)
+    finally:
+        runner.close()
+    return time.monotonic() - began
+
+
+def read_logged(runner: Runner, path: Path, talks: list[Talk]) -> None:
+    """Adds the hidden states that are still missing, with a line of progress. Raises ForcedError."""
+    there = states.whole(path, talks, runner.spec.hidden_size)
+    if there == len(talks):
+        return
+    done, goal = there, len(talks)
+    with path.open("ab") as file:
+
+        def keep(rows: np.ndarray) -> None:
+            nonlocal done
+            file.write(rows.tobytes())
+            done += 1
+            if done % 16 == 0 or done == goal:
+                print(f"\r{done:,} of {goal:,} logged answers read ({done / goal:.0%})   ", end="", flush=True)
+
+        read_states(runner, talks[there:], keep)
+    print()
 
 
 class Writer:

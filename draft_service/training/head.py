@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from draft_service.training import states
+from draft_service.training import logged, states
+from draft_service.training.gather import Place
 from draft_service.training.generate import Plan
 from draft_service.training.head_fit import HeadPlan, Labels, Target, Trainer, choose_vocab, label
 from draft_service.training.head_measure import measure_head
@@ -45,6 +47,8 @@ def fit(options: argparse.Namespace, spent: float) -> dict[str, object]:
     target = read_target(options.target)
     divided = of_options(options)
     train, test = corpora(divided, target.embedding.shape[1])
+    part = divided.logged()
+    of_traffic = None if part is None else held_out_corpus(part, target.embedding.shape[1])
     ids = choose_vocab(train.tokens, plan.vocab, len(target.embedding))
     labels = cached_labels(options.out / "labels.npz", train, target, ids, plan)
     trainer = Trainer(plan, target, train, ids, labels)
@@ -66,6 +70,8 @@ def fit(options: argparse.Namespace, spent: float) -> dict[str, object]:
         "held_out": measured(head_net(head), ids, test, target),
         "held_out_fp32": measured(TorchNet(pack(trainer, target, "F32", "F32")), ids, test, target),
     }
+    if of_traffic is not None and len(of_traffic):
+        card["held_out_logged"] = measured(head_net(head), ids, of_traffic, target)
     save_head(options.out / "draft.head.safetensors", pack(trainer, target, options.weights, card=card))
     return card
 
@@ -88,17 +94,35 @@ def read_target(name: str) -> Target:
 def corpora(divided: Divided, hidden: int) -> tuple[Corpus, Corpus]:
     """(learnt from, held out). Corpus.talk are sampling seeds here."""
     train: list[Corpus] = []
-    test: list[Corpus] = []
     for place, talks, held, dropped in zip(
         divided.places, divided.talks, divided.held_out, divided.dropped, strict=True
     ):
-        found = states.load(place.states, talks, hidden)
-        of_test = np.isin(found.talk, sorted(held))
-        of_train = ~of_test & ~np.isin(found.talk, sorted(dropped))
-        for part, mask in ((train, of_train), (test, of_test)):
-            rows = found.where(mask)
-            part.append(Corpus(rows.hidden, rows.tokens, rows.left, rows.talk + (place.seed() << 32), rows.place))
-    return states.join(train), states.join(test)
+        if talks:
+            found = states.load(place.states, talks, hidden)
+            rows = ~np.isin(found.talk, sorted(held | dropped))
+            train.append(_seeded(place, found.where(rows)))
+    return states.join(train), held_out_corpus(divided, hidden)
+
+
+def held_out_corpus(divided: Divided, hidden: int) -> Corpus:
+    """What is held out. Corpus.talk are sampling seeds here."""
+    parts: list[Corpus] = []
+    for place, talks, held in zip(divided.places, divided.talks, divided.held_out, strict=True):
+        if talks:
+            found = states.load(place.states, talks, hidden)
+            parts.append(_seeded(place, found.where(np.isin(found.talk, sorted(held)))))
+    return states.join(parts)
+
+
+def _seeded(place: Place, rows: Corpus) -> Corpus:
+    """Rows of a directory with seeds, choices and temperatures of their answers."""
+    if place.logged:
+        seeds, choices, temperatures = logged.per_row(rows.talk, logged.draws(place.talks))
+    else:
+        seeds = (rows.talk + (place.seed() << 32)).astype(np.uint64)
+        choices = np.zeros(len(rows), np.int64)
+        temperatures = np.where(rows.talk % 2 == 0, 0.0, Plan().answer_temperature).astype(np.float32)
+    return replace(rows, talk=seeds, choice=choices, temperature=temperatures)
 
 
 def cached_labels(path: Path, corpus: Corpus, target: Target, ids: np.ndarray, plan: HeadPlan) -> Labels:
@@ -144,14 +168,11 @@ def pack(
 def measured(net: HeadNet, ids: np.ndarray, test: Corpus, target: Target) -> dict[str, object]:
     """Held-out acceptance of greedy and of sampled answers."""
     embedding = target.embedding.numpy()
-    greedy = test.talk % 2 == 0
-    parts: list[tuple[str, np.ndarray, float]] = [
-        ("greedy", greedy, 0.0),
-        ("sampled", ~greedy, Plan().answer_temperature),
-    ]
+    assert test.temperature is not None
+    greedy = test.temperature == 0
     return {
-        name: measure_head(net, ids, _first(test.where(rows)), embedding, temperature=temperature).report()
-        for name, rows, temperature in parts
+        name: measure_head(net, ids, _first(test.where(rows)), embedding).report()
+        for name, rows in (("greedy", greedy), ("sampled", ~greedy))
         if rows.any()
     }
 

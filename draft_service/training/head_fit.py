@@ -267,7 +267,7 @@ class Trainer:
             return False
         found = torch.load(path, weights_only=True)
         if found["fingerprint"] != self.fingerprint():
-            raise ValueError(
+            raise CheckpointError(
                 f"{path} is a checkpoint of another plan or other data: remove it, or choose another --out"
             )
         self.module.load_state_dict(found["module"])

@@ -42,7 +42,8 @@ def measure_head(
     """Counts over all rows with a next token.
 
     ids: the head's vocabulary; embedding: fp32 [target vocab, hidden]. temperature: that of the answers; above 0 drafts
-    are drawn with the noise that the answers were drawn with (corpus.talk are the sampling seeds).
+    are drawn with the noise that the answers were drawn with (corpus.talk are the sampling seeds). A corpus that says
+    by row how it was drawn is believed instead.
     """
     free = Acceptance(reached=[0] * most, right=[0] * most)
     forced = [[0, 0] for _ in range(most)]
@@ -75,9 +76,7 @@ def _count(
         if not len(rows):
             return
         logits = net.step(state, np.ascontiguousarray(embedding[inputs]))
-        if temperature > 0:
-            places = (corpus.place[rows] + ahead)[:, None]
-            logits = logits / np.float32(temperature) + noise.gumbel(corpus.talk[rows][:, None], places, ids, 0)
+        logits = _drawn(logits, ids, corpus, rows, ahead, temperature)
         truth = corpus.tokens[rows + ahead]
         right = ids[logits.argmax(axis=1)] == truth
         inputs = truth
@@ -89,3 +88,24 @@ def _count(
             free.right[ahead - 1] += int(right.sum())
             # A right draft is the truth.
             rows, inputs, state = rows[right], inputs[right], np.ascontiguousarray(state[right])
+
+
+def _drawn(
+    logits: np.ndarray, ids: np.ndarray, corpus: Corpus, rows: np.ndarray, ahead: int, temperature: float
+) -> np.ndarray:
+    """Logits [rows, ids] whose largest is what the sampler would draw from them; those of greedy answers stay."""
+    if corpus.temperature is None:
+        temperatures = np.full(len(rows), temperature, np.float32)
+    else:
+        temperatures = corpus.temperature[rows]
+    sampled = np.flatnonzero(temperatures > 0)
+    if not len(sampled):
+        return logits
+    at = rows[sampled]
+    choices = np.zeros(len(at), np.int64) if corpus.choice is None else corpus.choice[at]
+    places = corpus.place[at] + ahead
+    seeds = corpus.talk[at]
+    logits = logits.copy()
+    logits[sampled] /= temperatures[sampled][:, None]
+    logits[sampled] += noise.gumbel(seeds[:, None], places[:, None], ids, choices[:, None])
+    return logits

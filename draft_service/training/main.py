@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from draft_service.training import head, table
-from draft_service.training.gather import GatherError, Place, gather
+from draft_service.training.forced import ForcedError
+from draft_service.training.gather import GatherError, Place, gather, gather_logged
 from draft_service.training.head_fit import CheckpointError
+from draft_service.training.logged import FOLDER
 from draft_service.training.states import StatesError
 from tandem.lm.proposers.head_file import BLOCK_BYTES
+from tandem.traffic import TrafficError
 
 _FORMS = ("F32", "F16", "BF16", *BLOCK_BYTES)
 
@@ -26,6 +30,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--also", type=Path, nargs="*", default=[], help="directories of further conversations, of other seeds"
     )
+    result.add_argument(
+        "--traffic", type=Path, nargs="*", default=[], help="directories of an engine's --traffic-log, learnt from too"
+    )
+    result.add_argument("--traffic-tokens", type=int, default=500_000, help="answer tokens of them to take, the newest")
     result.add_argument("--system", default=None, help="system prompt; default: the chat template's own")
     result.add_argument("--tokens", type=int, default=500_000, help="answer tokens to gather, those there included")
     result.add_argument("--hours", type=float, default=3.0, help="longest time for gathering")
@@ -53,14 +61,26 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code. Raises SystemExit on wrong arguments."""
     options = parser().parse_args(arguments)
+    # What is made of users' text is as private as the text.
+    before = os.umask(0o077) if options.traffic else None
+    try:
+        return _run(options)
+    finally:
+        if before is not None:
+            os.umask(before)
+
+
+def _run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         spent = gather(options, Place(options.out))
+        if options.traffic:
+            spent += gather_logged(options, Place(options.out / FOLDER))
         if options.gather_only:
             return 0
         fit = head.fit if options.kind == "head" else table.fit
         card = fit(options, spent)
-    except (GatherError, StatesError, CheckpointError) as error:
+    except (GatherError, StatesError, CheckpointError, TrafficError, ForcedError) as error:
         print(error)
         return 1
     (options.out / f"{options.kind}.card.json").write_text(json.dumps(card, indent=1) + "\n")

@@ -34,6 +34,20 @@ def fit(path: Path, talks: Sequence[Talk], hidden: int) -> None:
         os.truncate(path, want)
 
 
+def whole(path: Path, talks: Sequence[Talk], hidden: int) -> int:
+    """How many conversations, from the first on, have all their rows; cuts off what is there of the next."""
+    have = path.stat().st_size if path.exists() else 0
+    total = count = 0
+    for _, ids, answer in talks:
+        size = 2 * hidden * (len(ids) - answer)
+        if total + size > have:
+            break
+        total, count = total + size, count + 1
+    if have > total:
+        os.truncate(path, total)
+    return count
+
+
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """Answers one after the other. Row i: hidden[i] is the state that tokens[i] was sampled from."""
@@ -45,13 +59,20 @@ class Corpus:
     left: np.ndarray
     talk: np.ndarray
     place: np.ndarray
+    # How the answers were drawn, where that differs by answer: fp32 [N], 0 is greedy; choice index: int64 [N].
+    temperature: np.ndarray | None = None
+    choice: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def where(self, rows: np.ndarray) -> Corpus:
         """Whole answers only: `rows` is a mask that takes or leaves all rows of a conversation."""
-        return Corpus(self.hidden[rows], self.tokens[rows], self.left[rows], self.talk[rows], self.place[rows])
+        return Corpus(*(None if part is None else part[rows] for part in self.columns()))  # type: ignore[arg-type]
+
+    def columns(self) -> tuple[np.ndarray | None, ...]:
+        """All fields, in order."""
+        return (self.hidden, self.tokens, self.left, self.talk, self.place, self.temperature, self.choice)
 
 
 def load(path: Path, talks: Sequence[Talk], hidden: int) -> Corpus:
@@ -70,6 +91,6 @@ def load(path: Path, talks: Sequence[Talk], hidden: int) -> Corpus:
 
 
 def join(parts: Sequence[Corpus]) -> Corpus:
-    """Corpora one after the other, in memory."""
-    fields = ("hidden", "tokens", "left", "talk", "place")
-    return Corpus(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
+    """Corpora one after the other, in memory. All say how they were drawn, or none does."""
+    columns = zip(*(part.columns() for part in parts), strict=True)
+    return Corpus(*(None if column[0] is None else np.concatenate(column) for column in columns))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ def fit(options: argparse.Namespace, spent: float) -> dict[str, object]:
     table = build([(ids, answer) for _, ids, answer in divided.train()], orders, options.max_bytes)
     table.save(options.out / "draft.npz")
     test = divided.test()
-    return {
+    card: dict[str, object] = {
         "kind": "n-gram table",
         "target": options.target,
         **describe(divided),
@@ -29,6 +29,9 @@ def fit(options: argparse.Namespace, spent: float) -> dict[str, object]:
         "held_out_greedy": report([(ids, answer) for index, ids, answer in test if index % 2 == 0], table),
         "held_out_sampled": report([(ids, answer) for index, ids, answer in test if index % 2], table),
     }
+    if (part := divided.logged()) is not None:
+        card["held_out_logged"] = report([(ids, answer) for _, ids, answer in part.test()], table)
+    return card
 
 
 def report(answers: Answers, table: TableProposer) -> dict[str, object]:

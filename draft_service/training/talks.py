@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from draft_service.training import logged
 from draft_service.training.gather import GatherError, Place, count_tokens
 from draft_service.training.generate import Talk, read, turn_mark
 
@@ -40,15 +41,25 @@ class Divided:
             talk for talks, held in zip(self.talks, self.held_out, strict=True) for talk in talks if talk[0] in held
         ]
 
+    def logged(self) -> Divided | None:
+        """The part that is logged traffic; None: there is none."""
+        rows = [number for number, place in enumerate(self.places) if place.logged]
+        parts = (self.places, self.talks, self.held_out, self.dropped)
+        return Divided(*([part[row] for row in rows] for part in parts)) if rows else None  # type: ignore[arg-type]
+
 
 def divide(places: list[Place]) -> Divided:
     """Raises GatherError if either part would be empty."""
     talks = [read(place.talks) for place in places]
-    learnt = {_prompt(talk) for part in talks for talk in part if not _for_test(talk)}
+    for_test = [
+        logged.held_out(part) if place.logged else {talk[0] for talk in part if _for_test(talk)}
+        for place, part in zip(places, talks, strict=True)
+    ]
+    learnt = {_prompt(talk) for part, test in zip(talks, for_test, strict=True) for talk in part if talk[0] not in test}
     found: list[set[int]] = []
     dropped: list[set[int]] = []
-    for part in talks:
-        candidates = [talk for talk in part if _for_test(talk)]
+    for part, test in zip(talks, for_test, strict=True):
+        candidates = [talk for talk in part if talk[0] in test]
         found.append({talk[0] for talk in candidates if _prompt(talk) not in learnt})
         dropped.append({talk[0] for talk in candidates} - found[-1])
     divided = Divided(places, talks, found, dropped)
@@ -60,21 +71,34 @@ def divide(places: list[Place]) -> Divided:
 
 
 def of_options(options: argparse.Namespace) -> Divided:
-    """Conversations of --out and --also."""
+    """Conversations of --out and --also, and of --traffic."""
     paths: list[Path] = [options.out, *options.also]
+    if options.traffic:
+        paths.append(options.out / logged.FOLDER)
     return divide([Place(path) for path in paths])
 
 
 def describe(divided: Divided) -> dict[str, object]:
     """What a card says of the data."""
     train, test = divided.train(), divided.test()
-    return {
-        "seeds": [place.seed() for place in divided.places],
+    card: dict[str, object] = {
+        "seeds": [
+            place.seed()
+            for place, talks in zip(divided.places, divided.talks, strict=True)
+            if talks and not place.logged
+        ],
         "conversations": len(train),
         "answer_tokens": count_tokens([(ids, answer) for _, ids, answer in train]),
         "held_out_conversations": len(test),
         "held_out_tokens": count_tokens([(ids, answer) for _, ids, answer in test]),
     }
+    if (part := divided.logged()) is not None:
+        learnt, measured = part.train(), part.test()
+        card["logged_answers"] = len(learnt)
+        card["logged_tokens"] = count_tokens([(ids, answer) for _, ids, answer in learnt])
+        card["held_out_logged_answers"] = len(measured)
+        card["held_out_logged_tokens"] = count_tokens([(ids, answer) for _, ids, answer in measured])
+    return card
 
 
 def _for_test(talk: Talk) -> bool:
