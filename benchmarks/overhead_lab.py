@@ -24,6 +24,7 @@ from tandem.engine.v1 import engine_pb2 as epb
 from tandem.engine.v1 import engine_pb2_grpc
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc
+from tandem.many import CallContext, ManyServer
 
 MODEL = "mock"
 TOKENIZER_OF = "smollm2-135m-instruct"
@@ -60,18 +61,18 @@ class BenchEngine(inference_pb2_grpc.InferenceServiceServicer, engine_pb2_grpc.E
             async with self._tick:
                 self._tick.notify_all()
 
-    async def generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def generate(self, raw: bytes, context: grpc.aio.ServicerContext | CallContext) -> None:
         """Generate as bytes. The first token comes with the first beat after the call."""
         accepted = pb.GenerateEvent(accepted=pb.Accepted(seed=1, prompt_tokens=100, numerics_id="bench"))
-        yield pb.GenerateResponse(events=[accepted]).SerializeToString()
+        await context.write(pb.GenerateResponse(events=[accepted]).SerializeToString())
         for number in range(self._tokens):
             async with self._tick:
                 await self._tick.wait()
             delta = pb.Delta(token_offset=number, text_offset=6 * number, ids=[number + 1000], text=" token")
-            yield pb.GenerateResponse(events=[pb.GenerateEvent(delta=delta)]).SerializeToString()
+            await context.write(pb.GenerateResponse(events=[pb.GenerateEvent(delta=delta)]).SerializeToString())
         finished = pb.GenerateEvent(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH))
         usage = pb.GenerateEvent(usage=pb.Usage(prompt_tokens=100, completion_tokens=self._tokens))
-        yield pb.GenerateResponse(events=[finished, usage]).SerializeToString()
+        await context.write(pb.GenerateResponse(events=[finished, usage]).SerializeToString())
 
     async def list_models(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[self._model])
@@ -103,6 +104,11 @@ async def serve_engine(address: str, tokens: int, step_s: float) -> None:
     engine = BenchEngine(tokens, step_s)
     handlers: dict[str, Any] = {
         "Generate": grpc.unary_stream_rpc_method_handler(engine.generate),
+        "GenerateMany": grpc.stream_stream_rpc_method_handler(
+            ManyServer(engine.generate).serve,
+            pb.GenerateManyRequest.FromString,
+            pb.GenerateManyResponse.SerializeToString,
+        ),
         "ListModels": grpc.unary_unary_rpc_method_handler(
             engine.list_models, pb.ListModelsRequest.FromString, pb.ListModelsResponse.SerializeToString
         ),

@@ -53,8 +53,8 @@ class Process:
         self.host = Host()
         self.server, self.health = rpc.server()
         self.tracer = open_tracer(settings, "engine")
-        inference = InferenceServicer(self.host, self.tracer)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self.server)
+        self.inference = InferenceServicer(self.host, self.tracer)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, self.server)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(self.host, settings), self.server)
         rpc.add_reflection(self.server, *_SERVICES)
         self.port = 0
@@ -172,6 +172,7 @@ class Process:
                 self.left_behind = not await engine.close()
         except Exception:
             log.exception("the engine did not close cleanly")
+        self.inference.many.close()
         # A moment for the last statuses to reach their readers.
         await self.server.stop(1.0)
         await asyncio.to_thread(self.tracer.close)

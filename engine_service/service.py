@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine_service.validate import MAX_NAME_BYTES, Validated, check_envelope, v
 from tandem.errors import TandemError, abort, invalid
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc as pb_grpc
+from tandem.many import CallContext, ManyServer
 from tandem.tracing import NULL_TRACER, Tracer, grpc_status
 
 log = logging.getLogger(__name__)
@@ -83,8 +85,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     def __init__(self, host: Host, tracer: Tracer = NULL_TRACER) -> None:
         self._host = host
         self._tracer = tracer
+        self.many = ManyServer(self.Generate, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString)
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+    async def GenerateMany(self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: Context) -> None:
+        await self.many.serve(request_iterator, context)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context | CallContext) -> None:
         arrival = time.monotonic()
         span = self._tracer.serve("generate", context.invocation_metadata, arrival)
         traced = TracedRequest(span, request, arrival) if span.recording else None

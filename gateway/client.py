@@ -17,6 +17,7 @@ from tandem import rpc
 from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc as pb_grpc
+from tandem.many import ManyClient
 from tandem.tokenizer import Tokenizer, TokenizerBundle
 from tandem.tracing import NULL_SPAN, Span
 
@@ -48,7 +49,7 @@ class RouterClient:
         self._settings = settings
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
-        self._generate: Any = None
+        self._generate: ManyClient | None = None
         self._models: list[pb.ModelInfo] = []
         self._by_name: dict[str, pb.ModelInfo] = {}
         self._models_at = float("-inf")
@@ -63,12 +64,12 @@ class RouterClient:
         self._channel = open_channel(self._settings, self._settings.router)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         # Answers stay bytes here: a stream that breaks is resumed from the bytes that came.
-        self._generate = self._channel.unary_stream(
-            "/tandem.inference.v1.InferenceService/Generate",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-        )
+        self._generate = ManyClient(self._channel, self.metadata)
+        self._generate.start()
 
     async def close(self) -> None:
+        if self._generate is not None:
+            await self._generate.close()
         if self._channel is not None:
             await self._channel.close()
 
@@ -157,7 +158,10 @@ class RouterClient:
         """Starts Generate; the call is read with `.read()`, which gives serialized GenerateResponses."""
         timeout = request.timeout_ms / 1000 + ROUTER_SLACK_S if request.timeout_ms else None
         metadata = (*self.metadata, *span.headers)
-        return self._generate(request, timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready)
+        assert self._generate is not None
+        return self._generate(
+            request.SerializeToString(), timeout=timeout, metadata=metadata, wait_for_ready=wait_for_ready
+        )
 
     async def embed(self, request: pb.EmbedRequest, limit_s: float | None, span: Span = NULL_SPAN) -> pb.EmbedResponse:
         try:

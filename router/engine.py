@@ -23,6 +23,7 @@ from tandem import rpc
 from tandem.engine.v1 import engine_pb2 as epb
 from tandem.engine.v1 import engine_pb2_grpc
 from tandem.inference.v1 import inference_pb2 as pb
+from tandem.many import ManyClient
 from tandem.router.v1 import router_pb2 as rpb
 
 log = logging.getLogger("router.engine")
@@ -75,12 +76,13 @@ class Engine:
     def _open(self) -> None:
         self.channel = rpc.channel(self.address)
         # Without serializers: these are calls with bytes.
-        self.generate: Any = self.channel.unary_stream(INFERENCE + "Generate")
+        self.generate = ManyClient(self.channel, self._metadata)
         self.embed: Any = self.channel.unary_unary(INFERENCE + "Embed")
         self.tokenizer: Any = self.channel.unary_unary(INFERENCE + "GetTokenizer")
         self._stub = engine_pb2_grpc.EngineServiceStub(self.channel)
 
     def start(self) -> None:
+        self.generate.start()
         for watch in (self._watch_load, self._watch_health, self._watch_events):
             self._tasks.append(asyncio.create_task(self._forever(watch)))
 
@@ -91,6 +93,7 @@ class Engine:
         self.give_up_all("the router forgot this engine")
         self._policy().remove(self.load)
         self.feed.close()
+        await self.generate.close()
         await self.channel.close()
 
     async def _forever(self, watch: Callable[[], Any]) -> None:

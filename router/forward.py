@@ -13,7 +13,7 @@ from router import tracing
 from router.admission import Grant, Job
 from router.attempt import Attempt, AttemptStream, broken
 from router.forwarded import Forwarded
-from router.outbox import Outbox
+from router.outbox import Sink
 from router.policies import Query
 from router.recorder import Decision
 from router.retry import Failure, Turn, gave_up
@@ -39,7 +39,7 @@ class Generation:
         request: pb.GenerateRequest,
         query: Query,
         job: Job,
-        outbox: Outbox,
+        outbox: Sink,
         span: Span = NULL_SPAN,
     ) -> None:
         self._shared = shared

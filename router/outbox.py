@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from tandem.many import CallContext
 
 # Under the 4 MiB that gRPC clients accept by default.
 MAX_WRITE_BYTES = 1024 * 1024
@@ -116,3 +119,33 @@ class Outbox:
         del self._chunks[:count]
         self._size -= size
         return data
+
+
+class Sink(Protocol):
+    """Where a stream's bytes go."""
+
+    def put(self, data: bytes) -> bool: ...
+
+    def no_pause(self) -> None: ...
+
+    async def room(self) -> None: ...
+
+
+class SharedSink:
+    """The buffer of a call on a shared stream, which is written together with those of all others."""
+
+    def __init__(self, context: CallContext, limit: int) -> None:
+        self._context = context
+        self._limit = limit
+
+    def put(self, data: bytes) -> bool:
+        """Adds bytes; True if the buffer is over its limit and the caller should wait for `room`."""
+        return self._context.put(data) > self._limit
+
+    def no_pause(self) -> None:
+        """What is put next goes out at once (a first token does)."""
+        self._context.hurry()
+
+    async def room(self) -> None:
+        """Waits until the buffer is under its limit."""
+        await self._context.room(self._limit)

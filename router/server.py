@@ -99,6 +99,7 @@ class RouterServer:
     async def stop(self, grace_s: float) -> None:
         """Takes nothing new, lets live streams finish for `grace_s` seconds, then ends them with an error."""
         self.inference.draining = True
+        self.inference.many.close()
         await self._health.set(False)
         await self._health.set(False, SERVICE)
         # Tells connected clients at once, so that their next calls go to another router; what runs has its time.

@@ -16,7 +16,7 @@ from router.admission import Admission, Job
 from router.fleet import Fleet
 from router.forward import Generation
 from router.metrics import RouterMetrics
-from router.outbox import Outbox, Pace
+from router.outbox import Outbox, Pace, SharedSink
 from router.policies import Query
 from router.recorder import Recorder
 from router.requests import check_possible, complete, make_query
@@ -26,6 +26,7 @@ from router.shared import Shared
 from router.tasks import cancel_quietly
 from tandem.errors import TandemError, abort
 from tandem.inference.v1 import inference_pb2 as pb
+from tandem.many import CallContext, ManyServer
 from tandem.tracing import NULL_SPAN, NULL_TRACER, Span, Tracer, grpc_status, names
 
 log = logging.getLogger("router.service")
@@ -65,6 +66,7 @@ class InferenceServicer:
             metrics=metrics,
         )
         self.pace = Pace(settings.coalesce_ms / 1000)
+        self.many = ManyServer(self.generate, pause=lambda: self.pace.seconds)
         self.draining = False
         self.live: set[asyncio.Task[Any]] = set()
         fleet.on_tick(self.pace.tick)
@@ -77,6 +79,11 @@ class InferenceServicer:
             SERVICE,
             {
                 "Generate": grpc.unary_stream_rpc_method_handler(self.generate),
+                "GenerateMany": grpc.stream_stream_rpc_method_handler(
+                    self.many.serve,
+                    pb.GenerateManyRequest.FromString,
+                    pb.GenerateManyResponse.SerializeToString,
+                ),
                 "Embed": new(self.embed),
                 "GetTokenizer": new(self.get_tokenizer),
                 "ListModels": new(
@@ -94,7 +101,7 @@ class InferenceServicer:
 
     # -- Generate
 
-    async def generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def generate(self, raw: bytes, context: grpc.aio.ServicerContext | CallContext) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.live.add(task)
@@ -118,7 +125,7 @@ class InferenceServicer:
             span.end()
             self.live.discard(task)
 
-    async def _generate(self, raw: bytes, context: grpc.aio.ServicerContext, span: Span) -> None:
+    async def _generate(self, raw: bytes, context: grpc.aio.ServicerContext | CallContext, span: Span) -> None:
         arrival = time.monotonic()
         self._check_caller(context)
         try:
@@ -135,6 +142,10 @@ class InferenceServicer:
         model = self.fleet.resolve(request.model)
         check_possible(request, query, model, self.fleet.serving(model))
         job = self._job(request, query, model, arrival, context)
+        if isinstance(context, CallContext):
+            sink = SharedSink(context, self.settings.stream_buffer_bytes)
+            await Generation(self.shared, raw, request, query, job, sink, span).run()
+            return
         outbox = Outbox(context.write, self.settings.stream_buffer_bytes, self.pace)
         writer = asyncio.create_task(outbox.run())
         generation = Generation(self.shared, raw, request, query, job, outbox, span)
@@ -151,7 +162,7 @@ class InferenceServicer:
             if not writer.done():
                 await cancel_quietly(writer)
 
-    def _check_caller(self, context: grpc.aio.ServicerContext) -> None:
+    def _check_caller(self, context: grpc.aio.ServicerContext | CallContext) -> None:
         if self.draining:
             raise _draining()
         if self._token and not secrets.compare_digest(
@@ -165,7 +176,7 @@ class InferenceServicer:
         query: Query,
         model: str,
         arrival: float,
-        context: grpc.aio.ServicerContext,
+        context: grpc.aio.ServicerContext | CallContext,
     ) -> Job:
         limits = [context.time_remaining(), request.timeout_ms / 1000, self.settings.request_timeout_s]
         given = [limit for limit in limits if limit]
@@ -266,14 +277,14 @@ class InferenceServicer:
         return pb.GetModelInfoResponse(model=self.fleet.usable(model)[0].model)
 
 
-async def _pass_on(context: grpc.aio.ServicerContext, error: grpc.aio.AioRpcError) -> NoReturn:
+async def _pass_on(context: grpc.aio.ServicerContext | CallContext, error: grpc.aio.AioRpcError) -> NoReturn:
     """Ends the call with an engine's own status, details included."""
     trailing = tuple((key, value) for key, value in error.trailing_metadata() or ())
     await context.abort(error.code(), error.details() or "", trailing)
     raise AssertionError("abort raises")
 
 
-def _metadata(context: grpc.aio.ServicerContext, key: str) -> str:
+def _metadata(context: grpc.aio.ServicerContext | CallContext, key: str) -> str:
     for name, value in context.invocation_metadata() or ():
         if name == key:
             return value if isinstance(value, str) else value.decode(errors="replace")

@@ -6,7 +6,8 @@ its prefix) and `google.rpc.RetryInfo` where waiting helps.
 
 from __future__ import annotations
 
-from typing import NoReturn, cast
+from collections.abc import Iterable
+from typing import Any, NoReturn, Protocol, cast
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -134,7 +135,13 @@ def invalid(field: str, value: object, limit: str) -> TandemError:
     return TandemError("INVALID_FIELD", f"{field} is {shown}, but {limit}", field=field, value=shown, limit=limit)
 
 
-async def abort(context: grpc.aio.ServicerContext, error: TandemError) -> NoReturn:
+class Abortable(Protocol):
+    """What can end a call with a status, besides gRPC's own contexts."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing: Iterable[Any] = ()) -> NoReturn: ...
+
+
+async def abort(context: grpc.aio.ServicerContext | Abortable, error: TandemError) -> NoReturn:
     """Ends an aio call with this error and all its details."""
     status = rpc_status.to_status(error.to_status())
     await context.abort(status.code, status.details, status.trailing_metadata)

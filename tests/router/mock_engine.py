@@ -27,6 +27,7 @@ from tandem.engine.v1 import engine_pb2_grpc
 from tandem.errors import TandemError, abort
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc
+from tandem.many import CallContext, ManyServer
 
 VOCAB = 1000
 # Characters of one to four UTF-8 bytes, so that byte offsets and character counts differ.
@@ -70,6 +71,8 @@ class MockConfig:
     prefill_s_per_token: float = 0.0
     step_s: float = 0.002
     kv_events: bool = True
+    # Whether it serves many calls on one stream.
+    many: bool = True
     # Every step's text is held back and sent only with every n-th token.
     text_every: int = 1
     # A request whose first prompt token is this kills the engine when it has sent so many tokens.
@@ -104,6 +107,7 @@ class MockEngine(inference_pb2_grpc.InferenceServiceServicer, engine_pb2_grpc.En
         self.resumed = asyncio.Event()
         self.resumed.set()
         self.draining = asyncio.Event()
+        self._many = ManyServer(self._answer, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString)
         self._slots = asyncio.Semaphore(self.config.max_num_seqs)
         self._dead = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -136,6 +140,18 @@ class MockEngine(inference_pb2_grpc.InferenceServiceServicer, engine_pb2_grpc.En
         self.resumed.set()
 
     # -- inference
+
+    async def GenerateMany(
+        self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        if not self.config.many:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "an older engine")
+        await self._many.serve(request_iterator, context)
+
+    async def _answer(self, request: pb.GenerateRequest, context: CallContext) -> None:
+        async with contextlib.aclosing(self.Generate(request, context)) as answer:
+            async for message in answer:
+                await context.write(message)
 
     def info(self) -> pb.ModelInfo:
         config = self.config
