@@ -61,7 +61,7 @@ class Oracle:
                     break
 
 
-class _EagerControl(LengthControl):
+class EagerControl(LengthControl):
     """Runs all that is offered."""
 
     def seek(self, batch: int, chance: float) -> bool:
@@ -83,5 +83,5 @@ def eager(proposer: object, vocab_size: int, rejection: bool = False, most: int 
 
     head.plan = plan  # type: ignore[method-assign,assignment]
     head.chances = lambda run, state=None: (0.95,) * len(run.ids)  # type: ignore[method-assign]
-    speculation.control = _EagerControl()
+    speculation.control = EagerControl()
     return speculation
