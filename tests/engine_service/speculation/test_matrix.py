@@ -165,9 +165,14 @@ def check_receipts(found: list[Answer]) -> None:
         assert sum(receipt.accepted_by_proposer.values()) == receipt.drafts_accepted <= receipt.drafts_proposed
 
 
-async def restart_now_and_then(server: DraftServer, done: asyncio.Event) -> None:
+async def restart_now_and_then(server: DraftServer, adversary: Adversary, done: asyncio.Event) -> None:
+    """After every four questions."""
+    goal = 4
     while not done.is_set():
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(0.005)
+        if adversary.questions < goal:
+            continue
+        goal = adversary.questions + 4
         await asyncio.to_thread(server.stop)
         await asyncio.to_thread(server.start)
 
@@ -182,13 +187,16 @@ async def test_no_draft_changes_what_a_client_gets(
     plain: Seen,
 ) -> None:
     head = HeadProposer(random_head(runner.spec), runner) if with_head else None
-    draft = DraftServer(path, Adversary(kind, known_outputs(plain)))
+    adversary = Adversary(kind, known_outputs(plain))
+    draft = DraftServer(path, adversary)
     speculation = speculation_of(path, head, late=kind == "late")
     done = asyncio.Event()
     await until(lambda: speculation._client.connected)
     try:
         async with served(runner, speculation, step_s=0.003 if kind in BREAKING else 0.0) as server:
-            restarts = asyncio.create_task(restart_now_and_then(draft, done)) if kind == "restarted" else None
+            restarts = (
+                asyncio.create_task(restart_now_and_then(draft, adversary, done)) if kind == "restarted" else None
+            )
             assert await ask_all(server) == plain
             done.set()
             if restarts is not None:
