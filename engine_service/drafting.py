@@ -88,10 +88,7 @@ class Drafting:
         request, proposed = entry.choice.request, len(entry.drafts)
         draft = self._drafts.get(entry.choice.sequence.id)
         proposer = draft.proposer if draft is not None and proposed else ""
-        request.drafts_proposed += proposed
-        request.drafts_accepted += accepted
-        if accepted:
-            request.accepted_by_proposer[proposer] = request.accepted_by_proposer.get(proposer, 0) + accepted
+        request.note_drafts(proposer, proposed, accepted)
         self._speculation.observe(entry.choice.sequence.id, proposer, proposed, accepted, ids)
         if hidden is not None:
             # States of rejected drafts stay behind.

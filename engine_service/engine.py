@@ -128,6 +128,9 @@ class Engine:
             log.warning("a step still runs; leaving it behind")
             return False
         self.runner.close()
+        stats = getattr(self.speculation, "stats", None)
+        if stats is not None:
+            log.info("speculation", extra=stats.summary())
         return True
 
     # Streams

@@ -203,6 +203,9 @@ def make_receipt(request: Request, identity: Identity, attempt: int) -> pb.Recei
         engine=identity.engine,
         attempts=max(1, attempt),
         accepted_by_proposer=request.accepted_by_proposer,
+        proposed_by_proposer=request.proposed_by_proposer,
+        accepted_by_position=request.accepted_by_position,
+        verifications=request.verifications,
     )
 
 

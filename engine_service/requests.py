@@ -50,6 +50,30 @@ class Request:
     drafts_accepted: int = 0
     steps: int = 0
     accepted_by_proposer: dict[str, int] = field(default_factory=dict)
+    proposed_by_proposer: dict[str, int] = field(default_factory=dict)
+    # accepted_by_position[i]: times that draft i of a step, from 0, was accepted.
+    accepted_by_position: list[int] = field(default_factory=list)
+    verifications: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verification of drafts, the sampled one included; 1 without drafts."""
+        return 1.0 + self.drafts_accepted / self.verifications if self.verifications else 1.0
+
+    def note_drafts(self, proposer: str, proposed: int, accepted: int) -> None:
+        """A step verified `proposed` drafts of a choice, and kept the first `accepted`."""
+        if not proposed:
+            return
+        self.verifications += 1
+        self.drafts_proposed += proposed
+        self.drafts_accepted += accepted
+        self.proposed_by_proposer[proposer] = self.proposed_by_proposer.get(proposer, 0) + proposed
+        if accepted:
+            self.accepted_by_proposer[proposer] = self.accepted_by_proposer.get(proposer, 0) + accepted
+        missing = accepted - len(self.accepted_by_position)
+        self.accepted_by_position.extend([0] * missing)
+        for place in range(accepted):
+            self.accepted_by_position[place] += 1
 
     @property
     def unfinished(self) -> list[Choice]:

@@ -275,5 +275,9 @@ def receipt_dict(receipt: pb.Receipt) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for descriptor in pb.Receipt.DESCRIPTOR.fields:
         value = getattr(receipt, descriptor.name)
-        result[descriptor.name] = dict(value) if descriptor.name == "accepted_by_proposer" else value
+        if descriptor.name.endswith("_by_proposer"):
+            value = dict(value)
+        elif descriptor.name == "accepted_by_position":
+            value = list(value)
+        result[descriptor.name] = value
     return result

@@ -33,6 +33,16 @@ class ProposerStats:
         """Mean tokens committed per verified draft, the sampled one included."""
         return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
 
+    def summary(self) -> dict[str, Any]:
+        """The counts of a log line; accepted by position as a share of the drafts verified there."""
+        places = [index for index, count in enumerate(self.proposed_at) if count]
+        return {
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "acceptance_length": round(self.acceptance_length, 2),
+            "accepted_by_position": [round(self.accepted_at[index] / self.proposed_at[index], 2) for index in places],
+        }
+
 
 @dataclass(slots=True)
 class HeadStats:
@@ -74,5 +84,17 @@ class SpeculationStats:
         return sum(entry.accepted for entry in self.proposers.values())
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain numbers for logs and JSON."""
+        """Plain numbers for JSON."""
         return asdict(self)
+
+    def summary(self) -> dict[str, Any]:
+        """What a log line has room for: per proposer drafts, acceptance length and accepted share by position; latency
+        of the service's answers and of a call of the head in milliseconds; missed deadlines."""
+        client, head = self.client, self.head
+        return {
+            "proposers": {name: entry.summary() for name, entry in sorted(self.proposers.items())},
+            "questions": client.questions,
+            "answer_ms": round(client.latency_us_sum / 1e3 / max(1, client.answers), 2),
+            "deadline_misses": client.misses,
+            "head_ms": round(head.spent_us / 1e3 / max(1, head.calls), 2),
+        }

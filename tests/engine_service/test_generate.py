@@ -153,6 +153,8 @@ async def test_speculation_changes_steps_and_nothing_else() -> None:
         receipt = answer.usage.receipt
         assert 0 < receipt.drafts_accepted <= receipt.drafts_proposed
         assert receipt.steps < 60 and receipt.accepted_by_proposer == {"fake": receipt.drafts_accepted}
+        assert receipt.proposed_by_proposer == {"fake": receipt.drafts_proposed}
+        assert sum(receipt.accepted_by_position) == receipt.drafts_accepted > receipt.verifications > 0
         assert sum(delta.drafted.bit_count() for delta in answer.deltas()) == receipt.drafts_accepted
         await server.idle()
         assert not speculation.live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import urllib.request
 from typing import Any
 
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine_service.settings import EngineSettings
 from engine_service.speculation import NullSpeculation
 from engine_service.speculation.client import ClientStats
-from engine_service.speculation.stats import SpeculationStats
+from engine_service.speculation.stats import HeadStats, SpeculationStats
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.metrics import GpuCollector
 from tests.engine_service.server import Server, ask, serve
@@ -78,23 +79,42 @@ async def test_cached_prompt_tokens_and_hang_ups_are_counted() -> None:
         assert got("tandem_engine_requests_aborted_total", **MODEL) == 1
 
 
-async def test_speculation_is_told_by_proposer_and_position() -> None:
+async def test_speculation_is_told_by_proposer_and_position(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
     class Counting(NullSpeculation):
         def __init__(self) -> None:
             self.stats = SpeculationStats(ClientStats(questions=7, misses=2))
             self.stats.proposer("ngram").add(3, 2)
             self.stats.proposer("suffix").add(1, 1)
+            self.stats.proposer("head").add(2, 1)
+            self.stats.client.answers, self.stats.client.latency_us_sum = 4, 8_000.0
+            self.stats.head = HeadStats(calls=5, drafted=9, spent_us=2_500.0)
 
     async with serve(says("hi"), speculation=Counting(), metrics_listen="127.0.0.1:0") as server:
         got = Scrape(server)
-        assert got("vllm:spec_decode_num_drafts_total", **MODEL) == 2
-        assert got("vllm:spec_decode_num_draft_tokens_total", **MODEL) == 4
-        assert got("vllm:spec_decode_num_accepted_tokens_total", **MODEL) == 3
-        assert got("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0", **MODEL) == 2
+        assert got("vllm:spec_decode_num_drafts_total", **MODEL) == 3
+        assert got("vllm:spec_decode_num_draft_tokens_total", **MODEL) == 6
+        assert got("vllm:spec_decode_num_accepted_tokens_total", **MODEL) == 4
+        assert got("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0", **MODEL) == 3
         assert got("tandem_speculation_proposed_tokens_total", proposer="ngram", position="2") == 1
         assert got("tandem_speculation_accepted_tokens_total", proposer="ngram", position="2") == 0
         assert got("tandem_speculation_acceptance_length", proposer="ngram") == 3.0
         assert got("tandem_speculation_deadline_misses_total", **MODEL) == 2
+        assert got("tandem_speculation_accepted_tokens_total", proposer="head", position="0") == 1
+        assert got("tandem_speculation_accepted_tokens_total", proposer="head", position="1") == 0
+        assert got("tandem_speculation_acceptance_length", proposer="head") == 2.0
+        assert got("tandem_speculation_answer_seconds_total", **MODEL) == pytest.approx(0.008)
+        assert got("tandem_speculation_head_seconds_total", **MODEL) == pytest.approx(0.0025)
+        assert got("tandem_speculation_head_tokens_total", **MODEL) == 9
+    (line,) = [record for record in caplog.records if record.getMessage() == "speculation"]
+    assert vars(line)["proposers"]["head"] == {
+        "proposed": 2,
+        "accepted": 1,
+        "acceptance_length": 2.0,
+        "accepted_by_position": [1.0, 0.0],
+    }
+    assert (vars(line)["answer_ms"], vars(line)["head_ms"], vars(line)["deadline_misses"]) == (2.0, 0.5, 2)
 
 
 async def test_metrics_are_off_by_default_and_need_a_port() -> None:

@@ -160,9 +160,15 @@ async def ask_all(server: Server) -> Seen:
 
 
 def check_receipts(found: list[Answer]) -> None:
+    """Sums by proposer and by position are the totals, and every verification commits one token beyond its drafts."""
     for answer in found:
         receipt = answer.usage.receipt
         assert sum(receipt.accepted_by_proposer.values()) == receipt.drafts_accepted <= receipt.drafts_proposed
+        assert sum(receipt.proposed_by_proposer.values()) == receipt.drafts_proposed
+        by_position = list(receipt.accepted_by_position)
+        assert sum(by_position) == receipt.drafts_accepted and by_position == sorted(by_position, reverse=True)
+        assert receipt.verifications <= receipt.drafts_proposed
+        assert receipt.verifications >= max(by_position, default=0)
 
 
 async def restart_now_and_then(server: DraftServer, adversary: Adversary, done: asyncio.Event) -> None:
