@@ -105,7 +105,7 @@ class PrefixExact(Policy):
     # What a second of prefill is charged for the work it takes from others: those who will come to the same engine
     # while it lasts, and every stream that runs there and waits for its next token.
     WORK = 1.0
-    INTERFERENCE = 0.01
+    INTERFERENCE = 0.03
     # Most engines that are judged for one request, and how much faster than the number of routers that falls.
     JUDGE_MOST = 64
     SPREAD = 5
