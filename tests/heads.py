@@ -11,7 +11,7 @@ from engine_service.speculation.client import NoClient
 from engine_service.speculation.control import LengthControl, Offer
 from engine_service.speculation.controller import DraftSpeculation, SpeculationOptions
 from engine_service.speculation.head import HeadState
-from tandem.lm.proposers.head import GoesOn, HeadProposer, HeadRun, always
+from tandem.lm.proposers.head import HeadProposer, HeadRun
 from tandem.lm.proposers.head_file import HeadFile, Matrix, quantize
 from tandem.lm.types import ModelSpec, Sequence
 
@@ -51,13 +51,13 @@ class Oracle:
         self._rest, self._vocab, self._right = rest, vocab, right
         self.hidden: list[np.ndarray] = []
 
-    def draft(self, runs: list[HeadRun], goes_on: GoesOn = always) -> None:
+    def draft(self, runs: list[HeadRun]) -> None:
         for run in runs:
             self.hidden.append(run.hidden)
             for token in self._rest(run.sequence)[: run.most]:
                 run.ids.append(token if self._right else (token + 1) % self._vocab)
                 run.claims.append(0.9)
-                if not goes_on(run):
+                if not run.goes_on:
                     break
 
 
@@ -82,6 +82,7 @@ def eager(proposer: object, vocab_size: int, rejection: bool = False, most: int 
         return [min(most, room) if head.ready(state, sequence) else 0 for state, sequence, room in wishes]
 
     head.plan = plan  # type: ignore[method-assign,assignment]
+    head._pursuit = lambda *args: None  # type: ignore[method-assign,assignment,return-value]
     head.chances = lambda run, state=None: (0.95,) * len(run.ids)  # type: ignore[method-assign]
     speculation.control = EagerControl()
     return speculation

@@ -62,6 +62,8 @@ class CostModel:
         # Number of the last step that measured a row count: what was not seen for long yields faster.
         self._last: dict[int, int] = {}
         self._steps = 0
+        # Predictions since the last measurement: a step asks for the same few again and again.
+        self._predicted: dict[int, float] = {}
 
     def learn(self, rows: int, step_ms: float) -> None:
         """A step without prefill took so long."""
@@ -69,6 +71,7 @@ class CostModel:
             return
         rows = _bucket(rows)
         self._steps += 1
+        self._predicted.clear()
         age = self._steps - self._last.get(rows, self._steps)
         self._last[rows] = self._steps
         known = self._time.get(rows)
@@ -94,21 +97,36 @@ class CostModel:
         return self._steps - self._last.get(_bucket(rows), 0)
 
     def predict(self, rows: int) -> float:
-        """Milliseconds: linear between measured row counts, beyond them with the mean slope; 1.0 if all is unknown."""
+        """Milliseconds: linear between measured row counts, beyond them with the mean slope; 1.0 if all is unknown.
+
+        Rows never cost more than what was measured since for more of them: such a time was measured in a bad moment.
+        """
+        found = self._predicted.get(rows)
+        if found is None:
+            found = self._predicted[rows] = self._interpolated(rows)
+        return found
+
+    def _interpolated(self, rows: int) -> float:
         if not self._rows:
             return 1.0 + _PRIOR_SLOPE * (rows - 1)
         place = bisect.bisect_left(self._rows, rows)
-        if place < len(self._rows) and self._rows[place] == rows:
-            return self._pace * self._time[rows]
+        if place == len(self._rows):
+            low = self._rows[-1]
+            return self._pace * (self._time[low] + self._slope() * (rows - low))
+        high, above = self._rows[place], self._least_from(place)
+        if high == rows:
+            return self._pace * above
         if place == 0:
             # Hopeful: a smaller step that was never tried looks cheap until it is tried.
-            return self._pace * self._time[self._rows[0]] * rows / self._rows[0]
+            return self._pace * above * rows / high
         low = self._rows[place - 1]
-        if place == len(self._rows):
-            return self._pace * (self._time[low] + self._slope() * (rows - low))
-        high = self._rows[place]
-        share = (rows - low) / (high - low)
-        return self._pace * (self._time[low] + share * (self._time[high] - self._time[low]))
+        below = min(self._time[low], above)
+        return self._pace * (below + (rows - low) / (high - low) * (above - below))
+
+    def _least_from(self, place: int) -> float:
+        """The time of this row count, or the least that was measured later for more rows."""
+        since = self._last[self._rows[place]]
+        return min(self._time[rows] for rows in self._rows[place:] if self._last[rows] >= since)
 
     def _slope(self) -> float:
         """Milliseconds per further row: over the whole measured range, never negative."""

@@ -6,6 +6,7 @@ the chance that it becomes output, times what a token costs without drafts, exce
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import numpy as np
 
 from engine_service.speculation.control import Acceptance, CostModel
 from engine_service.speculation.stats import HeadStats
-from tandem.lm.proposers.head import HeadProposer, HeadRun
+from tandem.lm.proposers.head import CLAIMS, HeadProposer, HeadRun, Pursuit
 from tandem.lm.proposers.head_file import HeadError, load_head
 from tandem.lm.types import Runner, Sequence
 
@@ -35,8 +36,7 @@ _COST_RATE = 0.05
 _OUTLIER = 2.0
 # What is believed of the first draft and of the following ones before any was seen.
 _PRIOR_FIRST, _PRIOR_NEXT = 0.55, 0.5
-# Claims are told apart in so many steps; ratings forget so that about the last 200 of a kind count.
-_CLAIMS = 10
+# Ratings forget so that about the last 200 of a kind count.
 _DECAY = 0.995
 _PRIOR_WEIGHT = 4.0
 # Steps between two trials of a head that does not seem to pay, at first and at last; drafts per trial.
@@ -62,36 +62,35 @@ class HeadState:
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
-@dataclass(slots=True)
-class _Rating:
-    hits: float = 0.0
-    tries: float = 0.0
-
-    def learn(self, right: bool) -> None:
-        self.hits = self.hits * _DECAY + right
-        self.tries = self.tries * _DECAY + 1
-
-    def chance(self, prior: float) -> float:
-        return (self.hits + _PRIOR_WEIGHT * prior) / (self.tries + _PRIOR_WEIGHT)
-
-
 class Calibration:
     """How often drafts with such a claim were right, given those before: greedy and sampled, first and later apart."""
 
     def __init__(self) -> None:
-        self._ratings: dict[tuple[bool, bool, int], _Rating] = {}
-
-    def _rating(self, greedy: bool, position: int, claim: float) -> _Rating:
-        key = (greedy, position == 0, min(int(claim * _CLAIMS), _CLAIMS - 1))
-        return self._ratings.setdefault(key, _Rating())
+        # By sampled or greedy, first or later draft, step of the claim.
+        self._hits = np.zeros((2, 2, CLAIMS))
+        self._tries = np.zeros((2, 2, CLAIMS))
+        self._trust: dict[bool, np.ndarray] = {}
 
     def learn(self, greedy: bool, position: int, claim: float, right: bool) -> None:
-        self._rating(greedy, position, claim).learn(right)
+        at = int(greedy), min(position, 1), min(int(claim * CLAIMS), CLAIMS - 1)
+        self._hits[at] = self._hits[at] * _DECAY + right
+        self._tries[at] = self._tries[at] * _DECAY + 1
+        self._trust.clear()
+
+    def trust(self, greedy: bool) -> np.ndarray:
+        """fp32 [2, CLAIMS, 2], of the first draft and of later ones: a claim's chance is [0] + [1] · claim."""
+        if greedy in self._trust:
+            return self._trust[greedy]
+        # With shared noise a draft is right more often than its probability says.
+        base, slope = (0.0, 1.0) if greedy else (0.3, 0.6)
+        hits, tries = self._hits[int(greedy)], self._tries[int(greedy)] + _PRIOR_WEIGHT
+        table = ((hits + _PRIOR_WEIGHT * base) / tries, _PRIOR_WEIGHT * slope / tries)
+        self._trust[greedy] = np.ascontiguousarray(np.stack(table, axis=-1), np.float32)
+        return self._trust[greedy]
 
     def chance(self, greedy: bool, position: int, claim: float) -> float:
-        # With shared noise a draft is right more often than its probability says.
-        prior = claim if greedy else 0.3 + 0.6 * claim
-        return self._rating(greedy, position, claim).chance(prior)
+        first, slope = self.trust(greedy)[min(position, 1), min(int(claim * CLAIMS), CLAIMS - 1)]
+        return float(first + slope * claim)
 
 
 class HeadSource:
@@ -114,8 +113,12 @@ class HeadSource:
         self.trying = False
         # Time that drafting took since it was last asked for, milliseconds.
         self._spent_ms = 0.0
+        # Depths of this step by sequence, batch and length: they are asked for several times.
+        self._depths: dict[tuple[int, int, int], tuple[int, float, float]] = {}
 
     def take_spent_ms(self) -> float:
+        """Also begins a new step."""
+        self._depths.clear()
         spent, self._spent_ms = self._spent_ms, 0.0
         return spent
 
@@ -169,26 +172,33 @@ class HeadSource:
         """Drafts of the head that should become output in the coming step, less what drafting costs, in tokens."""
         if not self.ready(state, sequence):
             return 0.0
-        depth, gained, _ = self._depth(state, sequence.params.greedy, batch, cost)
+        depth, gained, _ = self._depth(state, sequence, batch, cost)
         return max(0.0, gained - self.draft_ms(depth) / _token_ms(cost, batch))
 
     def ready(self, state: HeadState, sequence: Sequence) -> bool:
         """Whether the hidden state at hand is that of the last token."""
         return state.hidden is not None and state.length == len(sequence.token_ids)
 
-    def _depth(self, state: HeadState, greedy: bool, batch: int, cost: CostModel) -> tuple[int, float, float]:
+    def _depth(self, state: HeadState, sequence: Sequence, batch: int, cost: CostModel) -> tuple[int, float, float]:
         """Drafts that give most tokens per second on average, how many of them should be right, and milliseconds per
         token then."""
-        first, following = self._expected(state, greedy)
-        row, alone = _row_ms(cost, batch), _token_ms(cost, batch)
+        key = sequence.id, batch, len(sequence.token_ids)
+        if key not in self._depths:
+            self._depths[key] = self._best_depth(*self._expected(state, sequence.params.greedy), batch, cost)
+        return self._depths[key]
+
+    def _best_depth(self, first: float, following: float, batch: int, cost: CostModel) -> tuple[int, float, float]:
+        plain, drafting, more = cost.predict(batch), self.token_ms(1), self.next_ms(1)
+        alone = plain / max(1, batch)
         best, best_ms, best_gain = 0, alone / _MARGIN, 0.0
         reach, gained = first, 0.0
         for depth in range(1, self._most + 1):
             gained += reach
-            per_token = (alone + self.draft_ms(depth) + depth * row) / (1 + gained)
+            per_token = (alone + drafting + cost.predict(batch + depth) - plain) / (1 + gained)
             if per_token < best_ms:
                 best, best_ms, best_gain = depth, per_token, gained
             reach *= following
+            drafting += more
         return best, best_gain, best_ms
 
     def plan(self, wishes: list[tuple[HeadState, Sequence, int]], batch: int, cost: CostModel) -> list[int]:
@@ -196,7 +206,7 @@ class HeadSource:
         depths = []
         self.trying = False
         for state, sequence, room in wishes:
-            depth, _, _ = self._depth(state, sequence.params.greedy, batch, cost)
+            depth, _, _ = self._depth(state, sequence, batch, cost)
             # Where it pays on average, a sure chain may grow beyond the average length.
             depths.append(min(room, self._most, 2 * depth) if self.ready(state, sequence) else 0)
         if any(depths):
@@ -222,35 +232,34 @@ class HeadSource:
         rejection: list[bool],
     ) -> list[HeadRun]:
         """Drafts for wishes (state, sequence, most), kept to be compared. rejection: which are drawn for it."""
-        runs = [
-            HeadRun(sequence, state.hidden, most, drawn)  # type: ignore[arg-type]
-            for (state, sequence, most), drawn in zip(wishes, rejection, strict=True)
-        ]
-        price = self.next_ms(len(runs)) / max(1, len(runs)) + _row_ms(cost, batch)
-        plans = {
-            id(run): self._depth(state, sequence.params.greedy, batch, cost)
-            for (state, sequence, _), run in zip(wishes, runs, strict=True)
-        }
-
-        def goes_on(run: HeadRun) -> bool:
-            depth, _, worth = plans[id(run)]
-            # How far a drawn chain goes may not depend on what was drawn, or the output would lean.
-            if run.rejection:
-                return len(run.ids) < depth
-            reach = 1.0
-            for chance in self.chances(run):
-                reach *= chance
-            following = self._prior[run.sequence.params.greedy].following(_PRIOR_NEXT)
-            # In a trial of a head that does not pay there is nothing to weigh.
-            return reach * following * worth > price or not depth
-
+        runs = []
+        for (state, sequence, most), drawn in zip(wishes, rejection, strict=True):
+            assert state.hidden is not None
+            depth, _, worth = self._depth(state, sequence, batch, cost)
+            if drawn:
+                # How far a drawn chain goes may not depend on what was drawn, or the output would lean.
+                runs.append(HeadRun(sequence, state.hidden, min(most, max(1, depth)), True))
+            else:
+                # In a trial of a head that does not pay there is nothing to weigh.
+                pursuit = self._pursuit(sequence, most, len(wishes), batch, cost, worth) if depth else None
+                runs.append(HeadRun(sequence, state.hidden, most, pursuit=pursuit))
         began = time.perf_counter()
-        self._proposer.draft(runs, goes_on)
+        self._proposer.draft(runs)
         self._note_cost(runs, (time.perf_counter() - began) * 1e3)
         for (state, sequence, _), run in zip(wishes, runs, strict=True):
             state.base, state.ids, state.claims = len(sequence.token_ids), tuple(run.ids), tuple(run.claims)
             state.drawn = run.rejection
         return runs
+
+    def _pursuit(self, sequence: Sequence, most: int, runs: int, batch: int, cost: CostModel, worth: float) -> Pursuit:
+        """Another draft is made while the chance that it becomes output, times what a token is worth in milliseconds,
+        exceeds what drafting and verifying it costs."""
+        greedy = sequence.params.greedy
+        following = self._prior[greedy].following(_PRIOR_NEXT)
+        times = [cost.predict(batch + runs * count) for count in range(1, most + 2)]
+        scale, drafting = 1.0 / (runs * following * worth), self.next_ms(runs)
+        least = [scale * (drafting + max(0.0, after - before)) for before, after in itertools.pairwise(times)]
+        return Pursuit(self.calibration.trust(greedy), np.array(least, np.float32))
 
     def chances(self, run: HeadRun, state: HeadState | None = None) -> tuple[float, ...]:
         """Chance of each draft given those before it."""
@@ -258,7 +267,9 @@ class HeadSource:
         if run.rejection and state is not None:
             first, following = self._expected(state, greedy)
             return (first,) + (following,) * (len(run.ids) - 1)
-        return tuple(self.calibration.chance(greedy, at, claim) for at, claim in enumerate(run.claims))
+        trust, steps = self.calibration.trust(greedy), [min(int(claim * CLAIMS), CLAIMS - 1) for claim in run.claims]
+        found = [trust[min(at, 1), step] for at, step in enumerate(steps)]
+        return tuple(float(part[0] + part[1] * claim) for part, claim in zip(found, run.claims, strict=True))
 
     def _note_cost(self, runs: list[HeadRun], took_ms: float) -> None:
         self._spent_ms += took_ms
@@ -290,11 +301,6 @@ def _looked_up(costs: dict[int, float], rows: int) -> float:
 def _token_ms(cost: CostModel, batch: int) -> float:
     """What a token costs without drafts, in milliseconds of the whole step."""
     return cost.predict(batch) / max(1, batch)
-
-
-def _row_ms(cost: CostModel, batch: int) -> float:
-    """What verifying one more row costs."""
-    return max(0.0, cost.predict(batch + 2) - cost.predict(batch)) / 2
 
 
 def load(setting: str, runner: Runner, model: str = "") -> HeadProposer | None:

@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class Weight(Structure):
@@ -115,6 +115,38 @@ class Sample(Structure):
     ]
 
 
+HEAD_WEIGHTS = ("in", "gate", "up", "down", "out", "embed")
+HEAD_POINTERS = ("g_s", "g_e", "g_o", "ids")
+# Steps in which probabilities that a head claims are told apart: TD_CLAIMS.
+CLAIMS = 10
+
+
+class Head(Structure):
+    """TdHead: a draft head."""
+
+    _fields_ = [
+        *[(name, Weight) for name in HEAD_WEIGHTS],
+        *[(name, c_void_p) for name in HEAD_POINTERS],
+        ("hidden", c_int32),
+        ("inner", c_int32),
+        ("eps", c_float),
+        ("reserved", c_int32),
+    ]
+
+
+class Chain(Structure):
+    """TdChain: what a head drafts for one sequence."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("hidden", "trust", "least", "ids", "claims")],
+        ("sample", Sample),
+        *[(name, c_int32) for name in ("token", "most", "count")],
+        ("reach", c_float),
+        ("ended", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 _V, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "td_abi_version": ([], _I),
@@ -137,6 +169,9 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "td_sample": ([_V, _L, _L, _L, _V, _V], None),
     "td_score": ([_V, _L, _L, _L, _V, _V, _V, _L, _V, _V, _V, _V], None),
     "td_noise": ([POINTER(Sample), _L, _V, _V], None),
+    "td_head_new": ([POINTER(Head)], _V),
+    "td_head_free": ([_V], None),
+    "td_head_draft": ([_V, POINTER(Chain), _L], None),
     "td_decoder_new": ([POINTER(Model)], _V),
     "td_decoder_free": ([_V], None),
     "td_decoder_profile": ([_V, _V], None),
@@ -146,12 +181,18 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
 
 
 def load(path: Path) -> Any:
-    """The library with typed functions; calls release the GIL. Raises OSError if it can't be loaded."""
+    """The library with typed functions; calls release the GIL, those through its attribute `held` keep it.
+
+    A call of a few hundred microseconds should keep it: another thread that takes it meanwhile may give it back late.
+    Raises OSError if it can't be loaded.
+    """
     library = ctypes.CDLL(str(path))
+    library.held = ctypes.PyDLL(str(path))  # type: ignore[attr-defined]
     for name, (arguments, result) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.argtypes = arguments
-        function.restype = result
+        for functions in (library, library.held):
+            function = getattr(functions, name)
+            function.argtypes = arguments
+            function.restype = result
     if library.td_abi_version() != ABI_VERSION:
         raise OSError(f"{path}: ABI {library.td_abi_version()}, this code speaks {ABI_VERSION}; rebuild the kernels")
     return library

@@ -199,6 +199,11 @@ class ModelRunner:
             raise ValueError(f"ids run from {min(ids)} to {max(ids)}, but the vocabulary has {self.spec.vocab_size}")
         return cast(GivesHidden, self._model).embedding_rows(ids)
 
+    @property
+    def embedding_tiles(self) -> Any:
+        """The input embedding in the compiled kernels' tiles; None on other paths."""
+        return getattr(self._model, "embedding_tiles", None)
+
     def forget(self, sequence_id: int) -> None:
         """Drops what is held about a sequence that has ended."""
         self._sampler.forget(sequence_id)

@@ -86,28 +86,34 @@ int64_t truncate(const float* x, int64_t vocab, float top, float floor, const Td
   return kept;
 }
 
-int64_t sample_row(const float* logits, int64_t vocab, const TdSample& p) {
+}  // namespace
+
+int64_t sample_row(const float* logits, int64_t vocab, const TdSample& p, const int32_t* names) {
   const TdKernels* K = kernels();
   int64_t first = K->argmax(logits, vocab);
   if (first < 0 || p.temperature == 0.0f) return first;
   Room& r = room(vocab);
+  const float top = logits[first] / p.temperature;
+  if (!(std::fabs(top) < std::numeric_limits<float>::infinity())) return -2;
+  const float floor = std::min(p.min_p > 0.0f ? top + std::log(p.min_p) : kNever, top);
+  bool cut = (p.top_k > 0 && p.top_k < vocab) || p.top_p < 1.0f;
+  if (!cut) return K->argmax_noise(logits, vocab, first, p.temperature, floor, names, r.ids.data(), &p);
   float* x = r.scaled.data();
   K->divide(logits, vocab, p.temperature, x);
-  const float top = x[first];
-  if (!(std::fabs(top) < std::numeric_limits<float>::infinity())) return -2;
-  const float floor = p.min_p > 0.0f ? top + std::log(p.min_p) : kNever;
-  bool cut = (p.top_k > 0 && p.top_k < vocab) || p.top_p < 1.0f;
-  if (!cut) return K->argmax_noise(x, vocab, first, std::min(floor, top), &p);
-  int64_t kept = truncate(x, vocab, top, std::min(floor, top), p, r.ids.data());
-  return K->argmax_noise_of(x, r.ids.data(), kept, &p);
+  int64_t kept = truncate(x, vocab, top, floor, p, r.ids.data());
+  return K->argmax_noise_of(x, r.ids.data(), kept, names, &p);
 }
 
-}  // namespace
 }  // namespace td
 
 // One id per row of logits [rows][stride]: the greedy or sampled token; -1: no id is allowed, -2: NaN or +inf.
 TD_API void td_sample(const float* logits, int64_t stride, int64_t vocab, int64_t rows, const TdSample* params,
                       int32_t* ids) {
+  if (rows == 1) {
+    // Waking the pool takes longer than one row.
+    ids[0] = static_cast<int32_t>(td::sample_row(logits, vocab, params[0], nullptr));
+    return;
+  }
   struct Job {
     const float* logits;
     int64_t stride, vocab, rows;
@@ -120,7 +126,7 @@ TD_API void td_sample(const float* logits, int64_t stride, int64_t vocab, int64_
         auto* j = static_cast<Job*>(c);
         j->pool->phase(thread, j->rows, 1, [&](int64_t a, int64_t b) {
           for (int64_t r = a; r < b; r++)
-            j->ids[r] = static_cast<int32_t>(td::sample_row(j->logits + r * j->stride, j->vocab, j->params[r]));
+            j->ids[r] = static_cast<int32_t>(td::sample_row(j->logits + r * j->stride, j->vocab, j->params[r], nullptr));
         });
       },
       &job);

@@ -135,51 +135,59 @@ static inline float gumbel_exact(int32_t id, const TdSample* p) {
   return (float)-__builtin_log(-__builtin_log((double)u));
 }
 
-static inline void consider(int32_t id, float value, const TdSample* p, float* best, int64_t* where) {
+// Keeps the greater value + noise; of equal ones the lower place.
+static inline void consider(int64_t place, int32_t id, float value, const TdSample* p, float* best, int64_t* where) {
   float y = value + gumbel_exact(id, p);
-  if (*where < 0 || y > *best || (y == *best && id < *where)) {
+  if (*where < 0 || y > *best || (y == *best && place < *where)) {
     *best = y;
-    *where = id;
+    *where = place;
   }
 }
 
-// Argmax of value + noise, ties to the lowest id. Exact: `first`, the greatest value's id, gives a bound; noise is at
-// most 16.64, so most of a vocabulary can't win; of the rest fp32 noise (error < 1e-4) leaves a few for fp64.
-static int64_t argmax_noise(const float* x, int64_t n, int64_t first, float floor, const TdSample* p) {
-  static const int32_t step[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const float slack = 1e-3f + 1e-5f * __builtin_fabsf(x[first]);
+// Argmax of x / by + noise, as a place in x; ties to the lowest id. names[place]: the ids that key the noise, ascending;
+// null: the places themselves. Exact: `first`, the greatest value's place, gives a bound; noise is at most 16.64, so most
+// of a vocabulary can't win and is never looked at; of the rest fp32 noise (error < 1e-4) leaves a few for fp64.
+// floor: the least x / by that takes part. room: n numbers.
+static int64_t argmax_noise(const float* x, int64_t n, int64_t first, float by, float floor, const int32_t* names,
+                            int32_t* room, const TdSample* p) {
+  const float top = x[first] / by, slack = 1e-3f + 1e-5f * __builtin_fabsf(top);
   float best = 0.0f;
   int64_t where = -1;
-  consider((int32_t)first, x[first], p, &best, &where);
-  for (int64_t i = 0; i < n; i += 16) {
-    float least = best - 16.65f - slack;
-    if (floor > least) least = floor;
-    vf v;
-    if (i + 16 <= n) {
-      v = ld(x + i);
-    } else {
-      float t[16];
-      for (int64_t l = 0; l < 16; l++) t[l] = i + l < n ? x[i + l] : -__builtin_inff();
-      v = ld(t);
+  consider(first, names ? names[first] : (int32_t)first, top, p, &best, &where);
+  float least = best - 16.65f - slack;
+  if (floor > least) least = floor;
+  // Before the division, with room for its rounding.
+  const float raw = least * by - 1e-6f * __builtin_fabsf(least * by) - 1e-30f;
+  const int64_t count = find_from(x, n, raw, room, n);
+  for (int64_t i = 0; i < count; i += 16) {
+    const int64_t have = count - i < 16 ? count - i : 16;
+    float t[16];
+    int32_t ids[16];
+    for (int64_t l = 0; l < 16; l++) {
+      const int32_t place = l < have ? room[i + l] : (int32_t)first;
+      t[l] = x[place];
+      ids[l] = names ? names[place] : place;
     }
-    uint32_t open = lanes(lt(v, set1(least))) ^ 0xffff;
-    if (!open) continue;
-    vf y = add(v, gumbel(addi(ldi(step), set1i((int32_t)i)), p));
-    open &= lanes(lt(y, set1(best - slack))) ^ 0xffff;
+    vf v = div(ld(t), set1(by)), y = add(v, gumbel(ldi(ids), p));
+    uint32_t open = ~(lanes(lt(y, set1(best - slack))) | lanes(lt(v, set1(floor)))) & (uint32_t)((1 << have) - 1);
+    float values[16];
+    st(values, v);
     while (open) {
-      int64_t id = i + __builtin_ctz(open);
+      const int l = __builtin_ctz(open);
       open &= open - 1;
-      if (id < n && x[id] > -__builtin_inff()) consider((int32_t)id, x[id], p, &best, &where);
+      if (values[l] > -__builtin_inff()) consider(room[i + l], ids[l], values[l], p, &best, &where);
     }
   }
   return where;
 }
 
-// The same over a list of ids.
-static int64_t argmax_noise_of(const float* x, const int32_t* ids, int64_t count, const TdSample* p) {
+// The same over a list of places in values that were divided already.
+static int64_t argmax_noise_of(const float* x, const int32_t* places, int64_t count, const int32_t* names,
+                               const TdSample* p) {
   float best = 0.0f;
   int64_t where = -1;
-  for (int64_t i = 0; i < count; i++) consider(ids[i], x[ids[i]], p, &best, &where);
+  for (int64_t i = 0; i < count; i++)
+    consider(places[i], names ? names[places[i]] : places[i], x[places[i]], p, &best, &where);
   return where;
 }
 

@@ -11,7 +11,7 @@
 #endif
 
 // Bumped whenever a structure or a tile layout changes; Python checks it.
-#define TD_ABI_VERSION 3
+#define TD_ABI_VERSION 4
 
 // Forms of a weight in tiles of 16 outputs x 32 inputs. Names say which file format they hold exactly.
 enum TdKind {
@@ -156,6 +156,33 @@ struct TdSample {
   int32_t reserved;
 };
 
+// A draft head. up.data null: gate has both, one under the other.
+struct TdHead {
+  TdWeight in, gate, up, down, out;
+  TdWeight embed;              // the target's
+  const float *g_s, *g_e, *g_o;  // [hidden]
+  const int32_t* ids;          // [out.n]: the target's ids of its outputs, ascending
+  int32_t hidden, inner;
+  float eps;
+  int32_t reserved;
+};
+
+#define TD_CLAIMS 10  // steps in which probabilities that a head claims are told apart
+
+// What a head drafts for one sequence in one call.
+struct TdChain {
+  const float* hidden;  // [hidden]: the target's state whose logits gave `token`
+  const float* trust;   // [2][TD_CLAIMS][2]: chance = first + second * claim, of the first draft and of later ones; or null
+  const float* least;   // [most]: after draft i the chain goes on while all are right with a greater chance; or null: always
+  int32_t* ids;         // [most] out
+  float* claims;        // [most] out: probability of each, at temperature 1
+  TdSample sample;      // of the first draft; further ones follow it by position
+  int32_t token, most;
+  int32_t count;  // out
+  float reach;    // out: chance that all are right
+  int32_t ended, reserved;
+};
+
 struct TdKernels {
   const char* name;
   int32_t needs_bf16;  // bf16 weights read bf16 activations
@@ -176,8 +203,10 @@ struct TdKernels {
   double (*expsum)(const float* x, int64_t n, float top, float floor);
   int64_t (*find_from)(const float* x, int64_t n, float least, int32_t* out, int64_t room);
   int64_t (*count_greater)(const float* x, int64_t n, float than);
-  int64_t (*argmax_noise)(const float* x, int64_t n, int64_t first, float floor, const TdSample*);
-  int64_t (*argmax_noise_of)(const float* x, const int32_t* ids, int64_t count, const TdSample*);
+  int64_t (*argmax_noise)(const float* x, int64_t n, int64_t first, float by, float floor, const int32_t* names,
+                          int32_t* room, const TdSample*);
+  int64_t (*argmax_noise_of)(const float* x, const int32_t* places, int64_t count, const int32_t* names,
+                             const TdSample*);
   void (*noise)(const TdSample*, int64_t n, float* fast, float* exact);
 };
 

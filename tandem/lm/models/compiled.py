@@ -223,6 +223,11 @@ class CompiledModel:
         self._forward(batch, cast(CompiledKV, kv), out if rows else None, hidden if rows else None)
         return out, hidden
 
+    @property
+    def embedding_tiles(self) -> TileWeight:
+        """The input embedding as the kernels read it."""
+        return self._model.embed
+
     def embedding_rows(self, ids: list[int]) -> np.ndarray:
         weight, unpack = self._model.embed.struct(), cpu.library().td_unpack_row
         out = np.empty((len(ids), self._model.hidden), np.float32)

@@ -13,12 +13,35 @@ import numpy as np
 
 from tandem.lm.processors import Row, needs_processing
 from tandem.lm.proposers.drawing import TOP, draw
+from tandem.lm.proposers.head_chains import compiled_chains
 from tandem.lm.proposers.head_file import HeadError, HeadFile
 from tandem.lm.proposers.head_net import HeadNet, head_net
 from tandem.lm.sampler import Sampler
-from tandem.lm.types import Runner, Sequence
+from tandem.lm.types import Runner, SamplingParams, Sequence
 
 SparseDistribution = tuple[np.ndarray, np.ndarray]
+
+# Claims are told apart in so many steps; the compiled chains know this number too.
+CLAIMS = 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pursuit:
+    """When a chain of drafts is worth another one: while the chance that all of it is right exceeds a price."""
+
+    # fp32 [2, CLAIMS, 2]: chance of a draft given those before = [0] + [1] · claim, by step of the claim; of the first
+    # draft and of later ones.
+    trust: np.ndarray
+    # fp32 [at least the run's most]: the chance that must be exceeded after draft i.
+    least: np.ndarray
+
+    def goes_on(self, claims: list[float]) -> bool:
+        """Whether a chain with these claims (at least one) gets another draft."""
+        reach = 1.0
+        for at, claim in enumerate(claims):
+            first, slope = self.trust[min(at, 1), min(int(claim * CLAIMS), CLAIMS - 1)]
+            reach *= float(first + slope * claim)
+        return reach > self.least[len(claims) - 1]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,18 +55,19 @@ class HeadRun:
     most: int
     # Draw for verification by rejection: noise of its own, and a distribution per draft.
     rejection: bool = False
+    # When the chain ends before `most`; None: never.
+    pursuit: Pursuit | None = None
     ids: list[int] = field(default_factory=list)
     # Probability that the head gives each id, at temperature 1 (rejection: in its distribution).
     claims: list[float] = field(default_factory=list)
     distributions: list[SparseDistribution] = field(default_factory=list)
 
-
-# Whether a run that has at least one draft gets another; called after each draft of all runs.
-GoesOn = Callable[[HeadRun], bool]
-
-
-def always(run: HeadRun) -> bool:
-    return True
+    @property
+    def goes_on(self) -> bool:
+        """Whether it gets another draft."""
+        if len(self.ids) >= self.most:
+            return False
+        return self.pursuit is None or not self.ids or self.pursuit.goes_on(self.claims)
 
 
 class HeadProposer:
@@ -52,7 +76,7 @@ class HeadProposer:
     name = "head"
 
     def __init__(self, head: HeadFile, runner: Runner, net: HeadNet | None = None) -> None:
-        """net: the head's arithmetic; None: the fastest here.
+        """net: the head's arithmetic, token by token; None: the fastest here, whole chains where that is possible.
 
         Raises:
             HeadError: the head was made for another model, or the model gives no hidden states.
@@ -68,26 +92,37 @@ class HeadProposer:
         if not spec.gives_hidden:
             raise HeadError(f"the model runs on {spec.kernel_path}, which gives no hidden states")
         self._runner, self._net = runner, net or head_net(head)
+        self._chains = compiled_chains(self._net, runner) if net is None else None
         self._ids = head.ids.astype(np.int64)
         self._vocab = spec.vocab_size
         self._sampler, self._score = _sampling(spec.vocab_size)
         # Logits over the whole vocabulary; ids that the head does not know stay impossible.
         self._full = np.full((1, spec.vocab_size), -np.inf, np.float32)
         # The first call sets buffers up, which would be measured as the head's cost.
-        nothing = np.zeros((1, head.hidden), np.float32)
-        self._net.step(self._net.start(nothing), nothing)
+        nothing = np.zeros(head.hidden, np.float32)
+        self._net.step(self._net.start(nothing[None]), nothing[None])
+        if self._chains is not None:
+            self._chains.draft([HeadRun(Sequence(0, 0, SamplingParams(), [0], 1), nothing, 1)])
 
-    def draft(self, runs: list[HeadRun], goes_on: GoesOn = always) -> None:
-        """Fills the runs, all in one batch, token by token; a run leaves it when it has enough."""
+    def draft(self, runs: list[HeadRun]) -> None:
+        """Fills the runs, all in one batch; a run leaves it when it has enough."""
         live = [run for run in runs if run.most > 0]
-        if not live:
-            return
+        if self._chains is not None:
+            whole = [run for run in live if not run.rejection and not needs_processing(_Shadow(run).row)]
+            if whole:
+                self._chains.draft(whole)
+            live = [run for run in live if run not in whole]
+        if live:
+            self._stepwise(live)
+
+    def _stepwise(self, live: list[HeadRun]) -> None:
+        """Token by token, each sampled as the engine would."""
         shadows = [_Shadow(run) for run in live]
         states = self._net.start(np.stack([run.hidden for run in live]))
         while shadows:
             logits = self._net.step(states, self._runner.embedding_rows([shadow.last for shadow in shadows]))
             self._take(shadows, logits)
-            stay = [row for row, shadow in enumerate(shadows) if not shadow.full and goes_on(shadow.run)]
+            stay = [row for row, shadow in enumerate(shadows) if shadow.run.goes_on]
             if len(stay) < len(shadows):
                 shadows, states = [shadows[row] for row in stay], np.ascontiguousarray(states[stay])
 
@@ -105,7 +140,7 @@ class HeadProposer:
 
     def _sample(self, shadows: list[_Shadow], logits: np.ndarray) -> np.ndarray:
         """Samples as the engine's sampler would, penalties aside. Returns where the drafts are in the head's ids."""
-        rows = [Row(shadow.sequence, tuple(shadow.run.ids)) for shadow in shadows]
+        rows = [shadow.row for shadow in shadows]
         if len(self._full) < len(rows):
             self._full = np.full((len(rows), self._vocab), -np.inf, np.float32)
         full = self._full[: len(rows)]
@@ -155,11 +190,12 @@ class _Shadow:
         self.run = run
         self.sequence = Sequence(of.id, of.choice, params, of.token_ids, of.prompt_len)
         # Anything but the plain argmax.
-        self.special = not params.greedy or run.rejection or needs_processing(Row(self.sequence))
+        self.special = not params.greedy or run.rejection or needs_processing(self.row)
 
     @property
-    def full(self) -> bool:
-        return len(self.run.ids) >= self.run.most
+    def row(self) -> Row:
+        """The row that the next draft is sampled from."""
+        return Row(self.sequence, tuple(self.run.ids))
 
     @property
     def last(self) -> int:

@@ -7,13 +7,14 @@ itself, because it needs what only the engine has: hidden states and embeddings 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from tandem.lm.proposers.head_file import HeadFile, Matrix
 
 if TYPE_CHECKING:
+    from kernels.cpu.draft_head import HeadWeights
     from kernels.cpu.tiles import TileWeight
 
 
@@ -71,13 +72,11 @@ class CompiledNet:
         library = cpu.library()
         self._rmsnorm, self._gate = library.td_rmsnorm, library.td_gated
         self._eps, self._hidden, self._inner = head.eps, head.hidden, head.intermediate
-        self._in, self._down, self._out = (Linear(_tiles([part])) for part in (head.w_in, head.w_down, head.w_out))
-        pair = [head.w_gate, head.w_up]
-        # One call for both where they have one form.
-        stacked = [pair] if head.w_gate.kind == head.w_up.kind else [[part] for part in pair]
-        self._gate_up = [Linear(_tiles(parts)) for parts in stacked]
-        self._gains = [np.ascontiguousarray(gain) for gain in (head.g_s, head.g_e, head.g_o)]
-        self._of_state, self._of_token, self._of_output = (int(gain.ctypes.data) for gain in self._gains)
+        # What chains of drafts in one native call read too.
+        self.weights = parts = _packed(head)
+        self._in, self._down, self._out = (Linear(tiles) for tiles in (parts.enter, parts.down, parts.out))
+        self._gate_up = [Linear(tiles) for tiles in (parts.gate, parts.up) if tiles is not None]
+        self._of_state, self._of_token, self._of_output = (int(gain.ctypes.data) for gain in parts.gains)
         self._buffers: dict[int, list[np.ndarray]] = {}
 
     def _room(self, rows: int) -> list[np.ndarray]:
@@ -124,6 +123,24 @@ class CompiledNet:
 
 # td_gated's number of the activation.
 _SILU = 0
+
+
+def _packed(head: HeadFile) -> HeadWeights:
+    """The head in tiles. Gate and up are one matrix where they have one form: one phase of work instead of two."""
+    from kernels.cpu.draft_head import HeadWeights
+
+    stacked = head.w_gate.kind == head.w_up.kind
+    gains = tuple(np.ascontiguousarray(gain) for gain in (head.g_s, head.g_e, head.g_o))
+    return HeadWeights(
+        enter=_tiles([head.w_in]),
+        gate=_tiles([head.w_gate, head.w_up] if stacked else [head.w_gate]),
+        up=None if stacked else _tiles([head.w_up]),
+        down=_tiles([head.w_down]),
+        out=_tiles([head.w_out]),
+        gains=cast("tuple[np.ndarray, np.ndarray, np.ndarray]", gains),
+        ids=np.ascontiguousarray(head.ids),
+        eps=head.eps,
+    )
 
 
 def _tiles(matrices: list[Matrix]) -> TileWeight:

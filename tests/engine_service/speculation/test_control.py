@@ -31,6 +31,18 @@ def test_cost_is_interpolated_between_measured_rows() -> None:
     assert cost.predict(128) > cost.predict(64)
 
 
+def test_more_rows_that_were_cheaper_since_correct_a_bad_moment() -> None:
+    cost = CostModel()
+    for rows, took in ((1, 4.0), (2, 6.0), (3, 4.4), (4, 4.6)):
+        for _ in range(5):
+            cost.learn(rows, took)
+    assert cost.predict(2) == pytest.approx(cost.predict(3))
+    # What was measured last is believed, though it is more.
+    for _ in range(5):
+        cost.learn(2, 6.0)
+    assert cost.predict(2) > cost.predict(3)
+
+
 def test_cost_follows_a_change_and_shrugs_off_outliers() -> None:
     cost = taught(CPU).cost
     cost.learn(1, 5000.0)

@@ -85,9 +85,9 @@ def test_the_head_gets_the_state_that_gave_the_last_token(runner: Runner, alone:
     lengths: list[int] = []
     draft = oracle.draft
 
-    def noting(runs: Any, goes_on: Any) -> None:
+    def noting(runs: Any) -> None:
         lengths.extend(run.sequence.output_len for run in runs)
-        draft(runs, goes_on)
+        draft(runs)
 
     oracle.draft = noting  # type: ignore[method-assign]
     speculation = eager(oracle, BYTE_VOCAB)
