@@ -19,8 +19,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from benchmarks import overhead_lab as lab
 from tandem import rpc
 from tandem.inference.v1 import inference_pb2_grpc
@@ -28,6 +26,7 @@ from tandem.inference.v1 import inference_pb2_grpc
 PATHS = ("direct", "router", "gateway", "gateway+router", "plain")
 # The processes whose CPU time a path is charged with.
 CHARGED = {"router": ("router",), "gateway": ("gateway",), "gateway+router": ("chain", "router")}
+GOLDEN = 0.6180339887
 CHARGED["plain"] = CHARGED["gateway+router"]
 
 
@@ -53,26 +52,30 @@ class Row:
 Ask = Callable[[int], Awaitable[lab.Stream]]
 
 
-async def client(ask: Ask, number: int, rounds: int, offset_s: float) -> list[lab.Stream]:
-    """One client that asks again as soon as it has its answer; clients start a little apart."""
-    await asyncio.sleep(offset_s)
-    return [await ask(1000 * number + turn) for turn in range(rounds)]
+async def client(ask: Ask, number: int, rounds: int, step_s: float) -> list[lab.Stream]:
+    """One client that asks again and again. Between requests it waits up to four steps, spread evenly, so that requests
+    come at all moments of a step: else a proxy's delay would only show where it makes them miss one."""
+    streams = []
+    for turn in range(rounds):
+        await asyncio.sleep(4 * step_s * ((number * rounds + turn) * GOLDEN % 1))
+        streams.append(await ask(1000 * number + turn))
+    return streams
 
 
-async def measure(path: str, asks: list[Ask], rounds: int, tokens: int, pids: dict[str, int]) -> Row:
+async def measure(path: str, asks: list[Ask], options: argparse.Namespace, pids: dict[str, int]) -> Row:
     """Runs one client per element of `asks`."""
-    processes = {name: psutil.Process(pids[name]) for name in CHARGED.get(path, ())}
+    charged = CHARGED.get(path, ())
     # Warm-up: connections, and what services know of their own load.
     await asyncio.gather(*(ask(number) for number, ask in enumerate(asks)))
-    before, began = {name: process.cpu_times() for name, process in processes.items()}, time.perf_counter()
-    spread = 0.05 / len(asks)
-    results = await asyncio.gather(*(client(ask, n, rounds, n * spread) for n, ask in enumerate(asks)))
+    rounds = max(options.rounds, -(-options.min_requests // len(asks)))
+    before, began = {name: lab.cpu_seconds(pids[name]) for name in charged}, time.perf_counter()
+    step_s = options.step_ms / 1000
+    results = await asyncio.gather(*(client(ask, n, rounds, step_s) for n, ask in enumerate(asks)))
     wall = time.perf_counter() - began
-    made = rounds * len(asks) * tokens
+    made = rounds * len(asks) * options.tokens
     cpu = {"router": 0.0, "gateway": 0.0}
-    for name, process in processes.items():
-        now = process.cpu_times()
-        spent = now.user - before[name].user + now.system - before[name].system
+    for name in charged:
+        spent = lab.cpu_seconds(pids[name]) - before[name]
         cpu["router" if name == "router" else "gateway"] = 1e6 * spent / made
     streams = [stream for one in results for stream in one]
     firsts = sorted(first for first, _, _ in streams)
@@ -94,7 +97,7 @@ async def measure_grpc(path: str, address: str, streams: int, options: argparse.
     async with rpc.channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         asks: list[Ask] = [lambda number: lab.grpc_stream(stub, number, options.tokens)] * streams
-        return await measure(path, asks, options.rounds, options.tokens, at.pids)
+        return await measure(path, asks, options, at.pids)
 
 
 async def measure_http(path: str, port: int, streams: int, options: argparse.Namespace, at: lab.Lab) -> Row:
@@ -107,7 +110,7 @@ async def measure_http(path: str, port: int, streams: int, options: argparse.Nam
             call = one.plain if path == "plain" else one.stream
             return lambda number: call(number, options.tokens)
 
-        return await measure(path, [asking(one) for one in clients], options.rounds, options.tokens, at.pids)
+        return await measure(path, [asking(one) for one in clients], options, at.pids)
     finally:
         for one in clients:
             one.close()
@@ -152,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64], help="numbers of concurrent streams")
     parser.add_argument("--rounds", type=int, default=3, help="requests of each client")
+    parser.add_argument("--min-requests", type=int, default=48, help="requests of all clients of a path, at least")
     parser.add_argument("--tokens", type=int, default=64, help="tokens per stream")
     parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds between tokens")
     parser.add_argument("--policy", default="prefix_exact", help="routing policy")

@@ -18,6 +18,7 @@ from tandem.errors import TandemError
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.inference.v1 import inference_pb2_grpc as pb_grpc
 from tandem.many import ManyClient
+from tandem.pace import Pace
 from tandem.tokenizer import Tokenizer, TokenizerBundle
 from tandem.tracing import NULL_SPAN, Span
 
@@ -50,6 +51,8 @@ class RouterClient:
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._generate: ManyClient | None = None
+        self._pace = Pace(settings.coalesce_ms / 1000)
+        self._pacing: asyncio.Task[None] | None = None
         self._models: list[pb.ModelInfo] = []
         self._by_name: dict[str, pb.ModelInfo] = {}
         self._models_at = float("-inf")
@@ -64,10 +67,13 @@ class RouterClient:
         self._channel = open_channel(self._settings, self._settings.router)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         # Answers stay bytes here: a stream that breaks is resumed from the bytes that came.
-        self._generate = ManyClient(self._channel, self.metadata)
+        self._generate = ManyClient(self._channel, self.metadata, lambda: self._pace.seconds)
         self._generate.start()
+        self._pacing = asyncio.create_task(self._pace.run())
 
     async def close(self) -> None:
+        if self._pacing is not None:
+            self._pacing.cancel()
         if self._generate is not None:
             await self._generate.close()
         if self._channel is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.settings import GatewaySettings
 from tandem import logs
+from tandem.pace import freeze_heap
 
 if TYPE_CHECKING:
     from gateway.context import Gateway
@@ -75,6 +76,7 @@ def serve(settings: GatewaySettings, sock: socket.socket, rates_file: str = "") 
     """Serves on the socket until SIGTERM or SIGINT. Returns an exit code."""
     from gateway.app import build_app
     from gateway.keys import KeyFileError
+    from gateway.sse import DirectSend
 
     logs.setup("gateway", settings.log_level)
     try:
@@ -83,10 +85,11 @@ def serve(settings: GatewaySettings, sock: socket.socket, rates_file: str = "") 
         log.error("%s", error)
         return 2
 
-    server = server_class()(uvicorn_config(settings, app), app.state.gateway)
+    server = server_class()(uvicorn_config(settings, DirectSend(app)), app.state.gateway)
     # uvicorn raises the signal that stopped it once more, for whoever handled it before; nobody here needs that.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ignore)
+    freeze_heap()
     host, port = sock.getsockname()[:2]
     log.info("gateway listens", extra={"address": f"{host}:{port}", "router": settings.router})
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

@@ -43,6 +43,9 @@ class GatewaySettings(TracedSettings):
     header_delay: float = Field(
         10.0, gt=0, le=600, description="seconds after which a waiting stream gets headers and keep-alive comments"
     )
+    coalesce_ms: float = Field(
+        20.0, ge=0, le=1000, description="longest wait between two writes of a stream when the gateway is busy; 0: none"
+    )
 
     chat_template: str = Field("", description="file with a chat template that replaces the checkpoint's")
     allow_request_templates: bool = Field(False, description="accept chat_template in requests (sandboxed)")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.body import ClientGone
 from gateway.context import Gateway, RequestContext, gateway_of
@@ -20,6 +20,8 @@ from gateway.errors import ApiError, internal, shutting_down
 log = logging.getLogger("gateway.sse")
 
 DONE = b"data: [DONE]\n\n"
+# In a scope: the server's own `send`.
+DIRECT_SEND = "tandem.send"
 KEEP_ALIVE = b": keep-alive\n\n"
 T = TypeVar("T")
 
@@ -84,7 +86,14 @@ class EventStream(Response):
         context: RequestContext,
         *,
         error_event: Callable[[ApiError], bytes] = openai_error,
+        opening: Awaitable[None] | None = None,
+        closed: Callable[[], None] = lambda: None,
     ) -> None:
+        """
+        Args:
+            opening: awaited before the first chunk.
+            closed: called once, however the stream ends.
+        """
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -92,10 +101,19 @@ class EventStream(Response):
         self._context = context
         self._keep_alive_s = gateway.settings.header_delay
         self._error_event = error_event
+        self._opening = opening
+        self._closed = closed
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            # Once headers are out, what stands between us and the server has nothing more to do; each layer costs.
+            await self._stream(receive, scope.get(DIRECT_SEND, send))
+        finally:
+            self._closed()
+
+    async def _stream(self, receive: Receive, send: Send) -> None:
         producer = asyncio.ensure_future(self._produce(send))
         gone = asyncio.ensure_future(_disconnected(receive))
         with self._gateway.ending() as ending:
@@ -134,6 +152,8 @@ class EventStream(Response):
 
     async def _produce(self, send: Send) -> None:
         try:
+            if self._opening is not None:
+                await self._opening
             async for chunk in self._chunks:
                 if chunk:
                     self._last_sent = time.monotonic()
@@ -148,3 +168,14 @@ class EventStream(Response):
             if close is not None:
                 await close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class DirectSend:
+    """Outermost: leaves the server's own `send` in the scope, for streams."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
+        await self._app(scope, receive, send)

@@ -195,19 +195,15 @@ async def start_stream(
             generation.cancel()
         raise
 
-    async def guarded() -> AsyncIterator[bytes]:
-        gateway.metrics.running.inc()
-        try:
-            await opening
-            async for chunk in chunks():
-                yield chunk
-        finally:
-            gateway.metrics.running.dec()
-            opening.cancel()
-            for generation in generations:
-                generation.cancel()
+    gateway.metrics.running.inc()
 
-    return EventStream(guarded(), gateway, context, error_event=error_event)
+    def closed() -> None:
+        gateway.metrics.running.dec()
+        opening.cancel()
+        for generation in generations:
+            generation.cancel()
+
+    return EventStream(chunks(), gateway, context, error_event=error_event, opening=opening, closed=closed)
 
 
 async def open_all(generations: list[Generation]) -> None:

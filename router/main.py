@@ -15,6 +15,7 @@ from pathlib import Path
 from router.server import RouterServer, is_local
 from router.settings import RouterSettings
 from tandem import logs
+from tandem.pace import freeze_heap
 from tandem.settings import SettingsError
 
 log = logging.getLogger("router")
@@ -75,6 +76,7 @@ async def _serve(settings: RouterSettings, token: str, reuse_port: bool) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.put_nowait, number)
     await server.start()
+    freeze_heap()
     grace = settings.drain_grace_s if await stopped.get() == signal.SIGTERM else SIGINT_GRACE_S
     log.info("router stops", extra={"grace_s": grace})
     stopping = asyncio.create_task(server.stop(grace))

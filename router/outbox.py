@@ -7,42 +7,14 @@ each stream waits a little between its writes, and what came meanwhile leaves as
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from tandem.many import CallContext
+from tandem.pace import Pace
 
 # Under the 4 MiB that gRPC clients accept by default.
 MAX_WRITE_BYTES = 1024 * 1024
-
-
-class Pace:
-    """How long a stream waits between two writes: nothing while the process has little to do, `max_s` when it is busy.
-
-    `tick` is called regularly; it compares the process's CPU time with the wall clock.
-    """
-
-    # Shares of one core. Tokens that leave 20 ms later are not noticed; a second token's worth of CPU is.
-    IDLE = 0.05
-    FULL = 0.25
-
-    def __init__(self, max_s: float) -> None:
-        self._max_s = max_s
-        self._wall = time.monotonic()
-        self._cpu = time.process_time()
-        self._busy = 0.0
-        self.seconds = 0.0
-
-    def tick(self) -> None:
-        wall, cpu = time.monotonic(), time.process_time()
-        if wall - self._wall < 0.01:
-            return
-        busy = (cpu - self._cpu) / (wall - self._wall)
-        self._wall, self._cpu = wall, cpu
-        self._busy += 0.5 * (busy - self._busy)
-        share = (self._busy - self.IDLE) / (self.FULL - self.IDLE)
-        self.seconds = self._max_s * min(1.0, max(0.0, share))
 
 
 class Outbox:

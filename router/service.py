@@ -16,7 +16,7 @@ from router.admission import Admission, Job
 from router.fleet import Fleet
 from router.forward import Generation
 from router.metrics import RouterMetrics
-from router.outbox import Outbox, Pace, SharedSink
+from router.outbox import Outbox, SharedSink
 from router.policies import Query
 from router.recorder import Recorder
 from router.requests import check_possible, complete, make_query
@@ -27,6 +27,7 @@ from router.tasks import cancel_quietly
 from tandem.errors import TandemError, abort
 from tandem.inference.v1 import inference_pb2 as pb
 from tandem.many import CallContext, ManyServer
+from tandem.pace import Pace
 from tandem.tracing import NULL_SPAN, NULL_TRACER, Span, Tracer, grpc_status, names
 
 log = logging.getLogger("router.service")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -15,13 +15,27 @@ from tandem.many.wire import GENERATE, GENERATE_MANY, MAX_START_BYTES, WINDOW_BY
 RECONNECT_S = (0.1, 2.0)
 # A peer without GenerateMany is asked again so seldom: it may have been replaced.
 UNSUPPORTED_RETRY_S = 30.0
+# Reads that never wait for more to come: accepted, prompt scores, first token.
+PROMPT_READS = 3
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class ManyCall:
     """One call on a shared stream."""
 
-    __slots__ = ("_chunks", "_gone", "_link", "_read_bytes", "_status", "_timer", "_waiter", "number")
+    __slots__ = (
+        "_chunks",
+        "_gone",
+        "_held",
+        "_link",
+        "_read_at",
+        "_read_bytes",
+        "_reads",
+        "_status",
+        "_timer",
+        "_waiter",
+        "number",
+    )
 
     def __init__(self, link: _Link, number: int, timeout: float | None) -> None:
         self._link = link
@@ -31,6 +45,9 @@ class ManyCall:
         self._status: grpc.aio.AioRpcError | None = None
         self._gone = False
         self._read_bytes = 0
+        self._reads = 0
+        self._read_at = 0.0
+        self._held = False
         self._timer = None if timeout is None else link.loop.call_later(max(0.0, timeout), self._expire)
 
     async def read(self) -> Any:
@@ -39,6 +56,9 @@ class ManyCall:
         Raises:
             grpc.aio.AioRpcError: the call failed. asyncio.CancelledError: it was cancelled.
         """
+        pause = self._link.pause()
+        if pause and self._reads >= PROMPT_READS and self._status is None and not self._gone:
+            await self._gather(pause)
         while not self._chunks:
             if self._status is not None:
                 if self._status.code() is grpc.StatusCode.OK:
@@ -54,12 +74,29 @@ class ManyCall:
         chunks = self._chunks
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
+        if pause:
+            self._reads += 1
+            self._read_at = self._link.loop.time()
         self._read_bytes += len(data)
         if self._read_bytes >= WINDOW_BYTES // 2:
             if not self._gone:
                 self._link.say(pb.CallFrame(call=self.number, credit=self._read_bytes))
             self._read_bytes = 0
         return data
+
+    async def _gather(self, pause: float) -> None:
+        """Lets what comes until `pause` seconds after the last read gather, unless the call ends."""
+        loop = self._link.loop
+        if self._read_at + pause <= loop.time():
+            return
+        waiter = self._waiter = loop.create_future()
+        timer = loop.call_at(self._read_at + pause, _wake, waiter)
+        self._held = True
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiter, self._held = None, False
 
     async def code(self) -> grpc.StatusCode:
         """The status that ended the call; CANCELLED if none did."""
@@ -94,9 +131,8 @@ class ManyCall:
         data = frame.data
         if data:
             self._chunks.append(data)
-            waiter = self._waiter
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
+            if self._waiter is not None and not self._held:
+                _wake(self._waiter)
         if frame.HasField("status"):
             status = frame.status
             code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
@@ -108,8 +144,13 @@ class ManyCall:
 
     def _end(self, status: grpc.aio.AioRpcError) -> None:
         self._status = status
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            _wake(self._waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def error_of(code: grpc.StatusCode, details: str, trailing: Iterable[Any] = ()) -> grpc.aio.AioRpcError:
@@ -119,7 +160,8 @@ def error_of(code: grpc.StatusCode, details: str, trailing: Iterable[Any] = ()) 
 class _Link:
     """One stream of many calls. `gone` is set when nothing more may be started on it."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, pause: Callable[[], float]) -> None:
+        self.pause = pause
         self.loop = asyncio.get_running_loop()
         self._call = call
         self.calls: dict[int, ManyCall] = {}
@@ -190,8 +232,18 @@ class _Link:
 class ManyClient:
     """Generate to one peer: on the shared stream while there is one, else as a call of its own."""
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Iterable[tuple[str, str]] = ()) -> None:
-        """metadata: of the shared stream itself, such as the services' token."""
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        metadata: Iterable[tuple[str, str]] = (),
+        pause: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """
+        Args:
+            metadata: of the shared stream itself, such as the services' token.
+            pause: seconds between two reads of a call at the moment; what comes meanwhile is read as one.
+        """
+        self._pause = pause
         self._metadata = tuple(metadata)
         self._plain: Any = channel.unary_stream(GENERATE)
         self._shared: Any = channel.stream_stream(
@@ -230,7 +282,7 @@ class ManyClient:
     async def _keep(self) -> None:
         pause = RECONNECT_S[0]
         while True:
-            link = _Link(self._shared(metadata=self._metadata, wait_for_ready=True))
+            link = _Link(self._shared(metadata=self._metadata, wait_for_ready=True), self._pause)
             run = asyncio.ensure_future(link.run())
             self._runs.add(run)
             run.add_done_callback(self._runs.discard)

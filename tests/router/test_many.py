@@ -32,6 +32,7 @@ class Peer:
     many: ManyServer
     client: ManyClient
     port: int
+    pause: list[float]
     messages: list[pb.GenerateManyResponse] = field(default_factory=list)
 
     @property
@@ -40,7 +41,9 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def peer(handler: Handler, address: str = "127.0.0.1:0", serves_many: bool = True) -> AsyncIterator[Peer]:
+async def peer(
+    handler: Handler, address: str = "127.0.0.1:0", serves_many: bool = True, pause: float = 0.0
+) -> AsyncIterator[Peer]:
     many = ManyServer(handler)
     sent: list[pb.GenerateManyResponse] = []
 
@@ -58,12 +61,13 @@ async def peer(handler: Handler, address: str = "127.0.0.1:0", serves_many: bool
     port = server.add_insecure_port(address)
     await server.start()
     async with rpc.channel(f"127.0.0.1:{port}") as channel:
-        client = ManyClient(channel)
+        pauses = [pause]
+        client = ManyClient(channel, pause=lambda: pauses[0])
         client.start()
         if serves_many:
             await until(lambda: client.shared)
         try:
-            yield Peer(server, many, client, port, sent)
+            yield Peer(server, many, client, port, pauses, sent)
         finally:
             await client.close()
             await server.stop(0)
@@ -119,6 +123,30 @@ async def test_a_call_that_nobody_reads_is_held_back_and_holds_nobody_up() -> No
         await asyncio.sleep(0.05)
         assert written == held
         assert await read_all(slow) == b"".join(bytes([number % 256]) * 1000 for number in range(300))
+
+
+async def test_a_busy_reader_gets_the_first_token_at_once_and_the_rest_in_few_pieces() -> None:
+    async def handler(raw: bytes, context: Any) -> None:
+        for number in range(40):
+            await context.write(b"%d;" % number)
+            await asyncio.sleep(0.005)
+
+    async with peer(handler, pause=0.05) as p:
+        call, reads, began = p.client(b"", timeout=None), [], time.monotonic()
+        while (data := await call.read()) is not grpc.aio.EOF:
+            reads.append((time.monotonic() - began, data))
+        assert b"".join(data for _, data in reads) == b"".join(b"%d;" % number for number in range(40))
+        # The first three (accepted, prompt, first token) did not wait for each other.
+        assert reads[0][1] == b"0;" and reads[2][0] < 0.05
+        assert len(reads) <= 10
+        # The end does not wait.
+        p.pause[0] = 3600.0
+        last = p.client(b"", timeout=None)
+        assert len(await asyncio.wait_for(read_all(last), 5)) > 0
+        # A held call can be cancelled, and its deadline holds.
+        held = p.client(b"", timeout=0.1)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_all(held)
 
 
 async def test_a_cancelled_call_ends_its_handler_and_leaves_the_others() -> None:

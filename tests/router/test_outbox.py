@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from router.outbox import MAX_WRITE_BYTES, Outbox, Pace
+from router.outbox import MAX_WRITE_BYTES, Outbox
+from tandem.pace import Pace
 
 
 class Writer:
