@@ -14,6 +14,8 @@ from kernels.cpu import abi
 from kernels.cpu.build import BuildError, build, library_path
 
 ISA_LEVELS = ("generic", "avx2", "avx512", "avx512bf16")
+# Goes up when a level computes a step in other bits than before; part of the numerics id. Levels not named are at 1.
+ARITHMETIC = {"avx512bf16": 2}
 # Forces a lower instruction set than the best, for tests and comparisons.
 ISA_VARIABLE = "TANDEM_CPU_ISA"
 # Loads this library file instead of the release build, for tests of its variants.
@@ -61,6 +63,11 @@ def library() -> Any:
 def isa() -> str:
     """The instruction set in use: one of ISA_LEVELS."""
     return str(library().td_isa().decode())
+
+
+def arithmetic() -> int:
+    """Version of what the instruction set in use computes: answers are equal bit for bit within one."""
+    return ARITHMETIC.get(isa(), 1)
 
 
 def isa_levels() -> list[str]:

@@ -100,7 +100,9 @@ class KvCache:
     """Paged KV of all layers, untouched pages cost no memory.
 
     Per layer, K as [num_blocks, kv_heads, block_size / 16, head_dim, 16] and V as [num_blocks, kv_heads, block_size,
-    head_dim] in fp32, bf16 (as uint16) or int8; int8 adds fp32 scales [num_blocks, kv_heads, block_size] for each.
+    head_dim] in fp32 or int8; int8 adds fp32 scales [num_blocks, kv_heads, block_size] for each. bf16 (as uint16) has
+    pairs side by side: K as [num_blocks, kv_heads, block_size / 16, head_dim / 2, 16, 2], V as [num_blocks, kv_heads,
+    block_size / 2, head_dim, 2].
     """
 
     def __init__(self, model: DecoderModel, num_blocks: int, block_size: int, kv_dtype: str) -> None:

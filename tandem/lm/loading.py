@@ -205,6 +205,7 @@ def numerics_id(settings: RunnerSettings, loaded: Loaded, kv_dtype: str) -> str:
         "dtype": loaded.model.dtype_name,
         "kv_dtype": kv_dtype,
         "kernels": loaded.model.kernel_path,
+        "arithmetic": getattr(loaded.model, "arithmetic", 1),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "torch": torch.__version__,

@@ -121,6 +121,21 @@ def test_numerics_id_tells_what_changes_bits(tiny_path: Path) -> None:
     assert len({base, *others}) == 4
 
 
+def test_numerics_id_tells_the_arithmetic_of_the_kernels(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = pytest.importorskip("kernels.cpu")
+    if not cpu.available():
+        pytest.skip(cpu.reason())
+
+    def id_now() -> str:
+        settings = RunnerSettings(tiny_path, kernels="native", threads=1, kv_cache_bytes=1 << 20)
+        return load_runner(settings).spec.numerics_id
+
+    before = id_now()
+    assert id_now() == before
+    monkeypatch.setitem(cpu.ARITHMETIC, cpu.isa(), 99)
+    assert id_now() != before
+
+
 def test_kv_memory_is_untouched_until_used(tiny_path: Path) -> None:
     import psutil
 

@@ -1,108 +1,6 @@
-// Attention over paged KV. K lies as [16 slots per group][head_dim][16], so a score's lane is a position and its sum
-// runs over head_dim in order; V lies as [slot][head_dim], so an output's lane is a dimension and its sum runs over
-// positions in order. Softmax tiles and splits stand at absolute positions. Nothing here depends on which rows share a
-// task: a row's bits are its own. head_dim is a multiple of 16.
-
-// Elements of a cache in an order of lanes that is the type's own; in_order() turns it into the natural one and back.
-static inline vf ld_kv(const float* p) { return ld(p); }
-static inline vf ld_kv(const uint16_t* p) { return ld_bf16_mixed(p); }
-static inline vf ld_kv(const int8_t* p) { return ld_i8(p); }
-
-template <class T>
-static inline vf in_order(vf x) {
-  return sizeof(T) == 2 ? reorder(x) : x;
-}
-
-template <class T>
-static inline void fetch(const T* p, int64_t count) {
-  for (int64_t i = 0; i < count * (int64_t)sizeof(T); i += 64) __builtin_prefetch((const char*)p + i, 0, 3);
-}
-
-// s[r][16 c ..] = scale * (q[r] . k[c]) for R queries and C groups of 16 positions. ahead: null, or per group what to
-// fetch meanwhile, as much as is read.
-template <int R, int C, class T, bool AHEAD>
-static inline void score_rows(const float* const* q, const T* const* k, int64_t dim, float scale, float* const* s,
-                              const T* const* ahead) {
-  vf acc[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) acc[r][c] = set1(0.0f);
-  // Unrolled, the compiler would spill sums.
-#pragma GCC unroll 1
-  for (int64_t d = 0; d < dim; d++) {
-    if (AHEAD)
-      for (int c = 0; c < C; c++) fetch(ahead[c] + d * 16, 16);
-    vf v[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) v[c] = ld_kv(k[c] + d * 16);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      vf x = set1(q[r][d]);
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++) acc[r][c] = fma(x, v[c], acc[r][c]);
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) st(s[r] + c * 16, mul(in_order<T>(acc[r][c]), set1(scale)));
-}
-
-// o[r][d .. d + 16 C) += sum over n positions of p[r][i] * v[i][d ..]. SPAN: positions that lie one after another.
-template <int R, int C, class T, int SPAN>
-static inline void value_columns(float* const* p, const T* const* groups, int64_t n, int64_t dim, int64_t d,
-                                 float* const* o, const T* const* ahead) {
-  vf acc[R][C];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) acc[r][c] = in_order<T>(ld(o[r] + d + c * 16));
-  for (int64_t g = 0; g * SPAN < n; g++) {
-    const T* row = groups[g] + d;
-    const T* next = ahead ? ahead[g] : nullptr;
-    const int64_t end = n - g * SPAN < SPAN ? n - g * SPAN : SPAN;
-#pragma GCC unroll 1
-    for (int64_t i = 0; i < end; i++, row += dim) {
-      if (next) fetch(next + i * dim + d, C * 16);
-      vf v[C];
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++) v[c] = ld_kv(row + c * 16);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        vf x = set1(p[r][g * SPAN + i]);
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) acc[r][c] = fma(x, v[c], acc[r][c]);
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) st(o[r] + d + c * 16, in_order<T>(acc[r][c]));
-}
-
-// Few queries take two groups (or column blocks) at once: the chains of sums hide each other's latency.
-template <int R, class T>
-static inline void score_tile(const float* const* q, const T* const* k, int64_t groups, int64_t dim, float scale,
-                              float* const* s, const T* const* ahead) {
-  constexpr int C = 2 * R <= TD_ROWS_A ? 2 : 1;
-  int64_t g = 0;
-  for (; g < groups; g += C) {
-    float* at[R];
-    for (int r = 0; r < R; r++) at[r] = s[r] + g * 16;
-    if (g + C <= groups) {
-      if (ahead)
-        score_rows<R, C, T, true>(q, k + g, dim, scale, at, ahead + g);
-      else
-        score_rows<R, C, T, false>(q, k + g, dim, scale, at, nullptr);
-    } else {
-      score_rows<R, 1, T, false>(q, k + g, dim, scale, at, nullptr);
-    }
-  }
-}
-template <int R, class T, int SPAN>
-static inline void value_tile(float* const* p, const T* const* groups, int64_t n, int64_t dim, float* const* o,
-                              const T* const* ahead) {
-  constexpr int C = 2 * R <= TD_ROWS_A ? 2 : 1;
-  int64_t d = 0;
-  for (; d + C * 16 <= dim; d += C * 16) value_columns<R, C, T, SPAN>(p, groups, n, dim, d, o, ahead);
-  for (; d < dim; d += 16) value_columns<R, 1, T, SPAN>(p, groups, n, dim, d, o, ahead);
-}
+// Attention over paged KV, in softmax tiles and splits that stand at absolute positions. Nothing here depends on which
+// rows share a task: a row's bits are its own. head_dim is a multiple of 16.
+#include "attention_products.inl"
 
 struct Tile {
   int64_t pos, n;  // first absolute position; valid positions, 1 to TD_KV_TILE
@@ -155,8 +53,8 @@ static inline void mask_row(const TdAttn* a, const Tile* t, float* s, float* gre
   *greatest = hmax(top);
 }
 
-// Softmax step of one row over a tile: turns scores into weights and rescales the row's sums.
-static inline void softmax_row(const TdAttn* a, const Tile* t, float* s, float* o, float greatest) {
+// Softmax step of one row over a tile: turns scores into weights (dot: as bf16) and rescales the row's sums.
+static inline void softmax_row(const TdAttn* a, const Tile* t, float* s, float* o, float greatest, bool dot) {
   const float old = o[-2], m = greatest > old ? greatest : old;
   if (m == -__builtin_inff()) {
     for (int64_t g = 0; g < TD_KV_TILE; g += 16) st(s + g, set1(0.0f));
@@ -170,6 +68,21 @@ static inline void softmax_row(const TdAttn* a, const Tile* t, float* s, float* 
     for (int64_t d = 0; d < a->head_dim; d += 16) st(o + d, mul(ld(o + d), set1(c[0])));
     o[-2] = m;
   }
+#if TD_DOT_ATTENTION
+  if (dot) {
+    // Each 32 weights take the place of 16 scores that were read before. The sum is of the rounded weights.
+    const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+#pragma GCC unroll 2
+    for (int64_t g = 0; g < TD_KV_TILE; g += 32) {
+      vf lo = vexp2_rough(sub(ld(s + g), set1(m))), hi = vexp2_rough(sub(ld(s + g + 16), set1(m)));
+      __m512bh p = _mm512_cvtne2ps_pbh(hi.v, lo.v);
+      sum.v = _mm512_dpbf16_ps(sum.v, p, ones);
+      _mm512_storeu_si512(s + g / 2, (__m512i)p);
+    }
+    st(o - TD_HEADER, sum);
+    return;
+  }
+#endif
 #pragma GCC unroll 4
   for (int64_t g = 0; g < TD_KV_TILE; g += 16) {
     vf p = vexp2(sub(ld(s + g), set1(m)));
@@ -177,28 +90,6 @@ static inline void softmax_row(const TdAttn* a, const Tile* t, float* s, float* 
     st(s + g, t->vs ? mul(p, ld(t->vs + g)) : p);
   }
   st(o - TD_HEADER, sum);
-}
-
-template <int R, class T>
-static inline void score_some(int64_t n, const TdAttn* a, const Tile* t, const T* const* kg, const Rows* rows,
-                              const T* const* ahead) {
-  if constexpr (R > 0) {
-    if (n == R)
-      score_tile<R, T>(rows->q, kg, (t->n + 15) >> 4, a->head_dim, a->softcap > 0.0f ? a->scale : a->scale * TD_LOG2E,
-                       rows->s, ahead);
-    else
-      score_some<R - 1, T>(n, a, t, kg, rows, ahead);
-  }
-}
-template <int R, class T, int SPAN>
-static inline void value_some(int64_t n, const TdAttn* a, const Tile* t, const T* const* vg, const Rows* rows,
-                              const T* const* ahead) {
-  if constexpr (R > 0) {
-    if (n == R)
-      value_tile<R, T, SPAN>(rows->s, vg, t->n, a->head_dim, rows->o, ahead);
-    else
-      value_some<R - 1, T, SPAN>(n, a, t, vg, rows, ahead);
-  }
 }
 
 // Folds one split's sums (m, l, acc) into the running ones, in split order.
@@ -261,102 +152,164 @@ static void gather_tile(const TdAttn* a, int64_t pos, int64_t n, const T** kg, c
 template <class T>
 static void widen_tile(int64_t n, int64_t dim, const T** kg, const T** vg, float* room, const float** kf,
                        const float** vf_) {
+  const int64_t STEP = Products<T>::STEP;
   for (int64_t g = 0; g * 16 < n; g++) {
     float* k = room + g * 16 * dim;
     float* v = room + (TD_KV_TILE + g * 16) * dim;
     int64_t have = n - g * 16 < 16 ? n - g * 16 : 16;
-    for (int64_t d = 0; d < dim; d++) st(k + d * 16, in_order<T>(ld_kv(kg[g] + d * 16)));
-    for (int64_t i = 0; i < have * dim; i += 16) st(v + i, in_order<T>(ld_kv(vg[g] + i)));
+    for (int64_t d = 0; d < dim; d += STEP)
+      for (int64_t half = 0; half < STEP; half++) st(k + (d + half) * 16, ld_half(kg[g] + d * 16, half));
+    for (int64_t i = 0; i < have; i++)
+      for (int64_t d = 0; d < dim; d += 16) st(v + i * dim + d, ld_half(vg[g] + i / STEP * STEP * dim + d * STEP, i % STEP));
     kf[g] = k;
     vf_[g] = v;
   }
 }
 
-// One tile for all queries of a task: scores, then softmax, then values, so that K and V each pass the L1 cache once.
-// next: null, or per group the K that will be read after this tile.
+// What the queries of a task are multiplied as, and where their scores and sums lie.
+struct Queries {
+  const void* q;  // if DOT, bf16 [nq][head_dim]
+  float* sums;    // per query: header, sums
+  float* scores;  // [nq][TD_KV_TILE]
+};
+
+// The K and V that will be read after a tile, to be fetched meanwhile.
+template <class T>
+struct Next {
+  const T *k[TD_KV_TILE / 16], *v[TD_KV_TILE / 16];
+  int64_t groups;  // 0: not known
+};
+
+// Scores and weights of queries i .. i + have, or their values, for the tile's positions that the last of them sees.
 template <class T, int SPAN>
-static inline void task_tile(const TdAttn* a, const Tile* whole, const T* const* kg, const T* const* vg, float* sums,
-                             float* scores, const T* const* next) {
-  const int64_t dim = a->head_dim, G = a->group, nq = (a->row1 - a->row0) * G, stride = dim + TD_HEADER;
-  for (int pass = 0; pass < 2; pass++)
+static inline void tile_pass(const TdAttn* a, const Tile* t, const T* const* kg, const T* const* vg, const Queries* of,
+                             int64_t i, int64_t have, bool values, const Next<T>* next) {
+  const int64_t dim = a->head_dim, G = a->group, groups = (t->n + 15) >> 4;
+  const bool dot = Products<T>::DOT;
+  Rows rows;
+  for (int64_t r = 0; r < have; r++) {
+    int64_t row = (i + r) / G, head = a->head * G + (i + r) % G;
+    rows.q[r] = dot ? (const float*)((const uint16_t*)of->q + (i + r) * dim) : a->q + (a->row0 + row) * a->ldq + head * dim;
+    rows.s[r] = of->scores + (i + r) * TD_KV_TILE;
+    rows.o[r] = of->sums + (i + r) * (dim + TD_HEADER) + TD_HEADER;
+  }
+  const T* const* ahead = i || !next || !next->groups ? nullptr : values ? next->v : next->k;
+  if (ahead)
+    for (int64_t g = groups; g < next->groups; g++) fetch(ahead[g], 16 * dim);
+  if (values) {
+    value_some<TD_ROWS_A, T, SPAN>(have, rows.s, vg, t->n, dim, rows.o, ahead);
+    return;
+  }
+  const float scale = a->softcap > 0.0f ? a->scale : a->scale * TD_LOG2E;
+  score_some<TD_ROWS_A, T>(have, rows.q, kg, groups, dim, scale, rows.s, ahead);
+  for (int64_t r = 0; r < have; r++) {
+    int64_t last = a->first_pos + (i + r) / G;
+    mask_row(a, t, rows.s[r], &rows.top[r], a->window > 0 ? last - a->window + 1 : 0, last);
+  }
+  for (int64_t r = 0; r < have; r++) softmax_row(a, t, rows.s[r], rows.o[r], rows.top[r], dot);
+}
+
+// One tile for all queries of a task. In fp32, K and V each pass the L1 cache once: all scores, then all values. In
+// bf16 both stay there, and few queries at a time keep their scores there too.
+template <class T, int SPAN>
+static inline void task_tile(const TdAttn* a, const Tile* whole, const T* const* kg, const T* const* vg,
+                             const Queries* of, const Next<T>* next) {
+  const int64_t G = a->group, nq = (a->row1 - a->row0) * G;
+  const int passes = Products<T>::DOT ? 1 : 2;
+  for (int pass = 0; pass < passes; pass++)
     for (int64_t i = 0; i < nq; i += TD_ROWS_A) {
       int64_t have = nq - i < TD_ROWS_A ? nq - i : TD_ROWS_A;
       int64_t reach = a->first_pos + (i + have - 1) / G;
       if (reach < whole->pos) continue;
       Tile t = *whole;
       if (reach - t.pos + 1 < t.n) t.n = reach - t.pos + 1;
-      Rows rows;
-      for (int64_t r = 0; r < have; r++) {
-        int64_t row = (i + r) / G, head = a->head * G + (i + r) % G;
-        rows.q[r] = a->q + (a->row0 + row) * a->ldq + head * dim;
-        rows.s[r] = scores + (i + r) * TD_KV_TILE;
-        rows.o[r] = sums + (i + r) * stride + TD_HEADER;
-      }
-      if (pass) {
-        value_some<TD_ROWS_A, T, SPAN>(have, a, &t, vg, &rows, i ? nullptr : next);
-        continue;
-      }
-      score_some<TD_ROWS_A, T>(have, a, &t, kg, &rows, next && !i ? vg : nullptr);
-      for (int64_t r = 0; r < have; r++) {
-        int64_t last = a->first_pos + (i + r) / G;
-        mask_row(a, &t, rows.s[r], &rows.top[r], a->window > 0 ? last - a->window + 1 : 0, last);
-      }
-      for (int64_t r = 0; r < have; r++) softmax_row(a, &t, rows.s[r], rows.o[r], rows.top[r]);
+      tile_pass<T, SPAN>(a, &t, kg, vg, of, i, have, pass == 1, next);
+      if (passes == 1) tile_pass<T, SPAN>(a, &t, kg, vg, of, i, have, true, next);
     }
 }
 
-// K of the tile that follows `pos` in this task, or of the next task; null where nothing is known to follow.
+#if TD_DOT_ATTENTION
+// The task's queries as bf16, with the scale of scores in them.
+static inline void round_queries(const TdAttn* a, uint16_t* out) {
+  const int64_t dim = a->head_dim, G = a->group, nq = (a->row1 - a->row0) * G;
+  const __m512 scale = _mm512_set1_ps(a->softcap > 0.0f ? a->scale : a->scale * TD_LOG2E);
+  for (int64_t i = 0; i < nq; i++) {
+    const float* q = a->q + (a->row0 + i / G) * a->ldq + (a->head * G + i % G) * dim;
+    for (int64_t d = 0; d < dim; d += 16)
+      _mm256_storeu_si256((__m256i*)(out + i * dim + d), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(q + d), scale)));
+  }
+}
+#endif
+
+// What follows the tile at `pos`: the next one before `end`, or the next task's first. Blocks lie scattered, so the
+// hardware's prefetcher can't know.
 template <class T>
-static inline bool next_keys(const TdAttn* a, int64_t pos, int64_t last_pos, const T** kg) {
+static inline Next<T> next_tile(const TdAttn* a, int64_t pos, int64_t end) {
   const int64_t bs = a->block_size;
-  const int32_t *table = a->table;
-  int64_t n = last_pos + 1 - (pos + TD_KV_TILE), head = a->head, first = pos + TD_KV_TILE;
-  if (n <= 0) {
+  int64_t head = a->head;
+  const int32_t* table = a->table;
+  Next<T> next;
+  next.groups = 0;
+  pos += TD_KV_TILE;
+  if (pos >= end) {
     table = a->next_table;
-    if (!table) return false;
-    n = a->next_n;
+    if (!table) return next;
+    pos = a->next_pos;
+    end = pos + a->next_n;
     head = a->next_head;
-    first = a->next_pos;
   }
+  const int64_t n = end - pos < TD_KV_TILE ? end - pos : TD_KV_TILE;
+  next.groups = (n + 15) / 16;
   for (int64_t g = 0; g < TD_KV_TILE / 16; g++) {
-    int64_t p = first + g * 16;
-    kg[g] = nullptr;
-    if (g * 16 < n) kg[g] = (const T*)a->k_cache + (((int64_t)table[p / bs] * a->kv_heads + head) * bs + p % bs) * a->head_dim;
+    // Where there is less, the last group again, which costs nothing.
+    int64_t p = pos + (g < next.groups ? g : next.groups - 1) * 16;
+    int64_t at = (((int64_t)table[p / bs] * a->kv_heads + head) * bs + p % bs) * a->head_dim;
+    next.k[g] = (const T*)a->k_cache + at;
+    next.v[g] = (const T*)a->v_cache + at;
   }
-  return true;
+  return next;
+}
+
+template <class T>
+static inline void attend_tile(const TdAttn* a, const Queries* of, int64_t pos, int64_t n, int64_t end, float* room) {
+  const bool wide = sizeof(T) < 4 && !Products<T>::DOT && (a->row1 - a->row0) * a->group > 2 * TD_ROWS_A;
+  const T *kg[TD_KV_TILE / 16], *vg[TD_KV_TILE / 16];
+  float ks[TD_KV_TILE], vs[TD_KV_TILE];
+  gather_tile<T>(a, pos, n, kg, vg, ks, vs);
+  Tile t = {pos, n, sizeof(T) == 1 ? ks : nullptr, sizeof(T) == 1 ? vs : nullptr};
+  if (wide) {
+    const float *kf[TD_KV_TILE / 16], *vw[TD_KV_TILE / 16];
+    widen_tile<T>(n, a->head_dim, kg, vg, room, kf, vw);
+    task_tile<float, TD_KV_TILE>(a, &t, kf, vw, of, nullptr);
+  } else {
+    Next<T> next = next_tile<T>(a, pos, end);
+    task_tile<T, 16>(a, &t, kg, vg, of, &next);
+  }
 }
 
 template <class T>
 static void attention_typed(const TdAttn* a) {
   const int64_t dim = a->head_dim, G = a->group, nq = (a->row1 - a->row0) * G, stride = dim + TD_HEADER;
-  float* room = a->scratch;                   // fp32 tile
-  float* sums = room + 2 * TD_KV_TILE * dim;  // per query: header, acc
+  float* room = a->scratch;  // a tile in fp32
+  float* sums = room + 2 * TD_KV_TILE * dim;
   float* totals = sums + nq * stride;
-  float* scores = totals + nq * stride;  // [nq][TD_KV_TILE]
-  const bool wide = sizeof(T) < 4 && nq > 2 * TD_ROWS_A;
+  float* scores = totals + nq * stride;
+  uint16_t* rounded = (uint16_t*)(scores + nq * TD_KV_TILE);  // queries in bf16
+  const Queries of = {rounded, sums, scores};
+#if TD_DOT_ATTENTION
+  if (Products<T>::DOT) round_queries(a, rounded);
+#endif
   const int64_t last_pos = a->first_pos + (a->row1 - a->row0) - 1;
   const int64_t lowest = a->window > 0 && a->first_pos >= a->window ? a->first_pos - a->window + 1 : 0;
-  float ks[TD_KV_TILE], vs[TD_KV_TILE];
+  const int64_t end = a->split1 * TD_KV_SPLIT <= last_pos ? a->split1 * TD_KV_SPLIT : last_pos + 1;
   for (int64_t i = 0; i < nq; i++) clear_row(totals + i * stride + TD_HEADER, dim);
   for (int64_t split = a->split0; split < a->split1; split++) {
     int64_t p0 = split * TD_KV_SPLIT, p1 = p0 + TD_KV_SPLIT;
-    if (p1 > last_pos + 1) p1 = last_pos + 1;
+    if (p1 > end) p1 = end;
     for (int64_t i = 0; i < nq; i++) clear_row(sums + i * stride + TD_HEADER, dim);
     for (int64_t pos = p0; pos < p1; pos += TD_KV_TILE) {
       if (pos + TD_KV_TILE <= lowest) continue;
-      int64_t n = p1 - pos < TD_KV_TILE ? p1 - pos : TD_KV_TILE;
-      const T *kg[TD_KV_TILE / 16], *vg[TD_KV_TILE / 16], *next[TD_KV_TILE / 16];
-      gather_tile<T>(a, pos, n, kg, vg, ks, vs);
-      Tile t = {pos, n, sizeof(T) == 1 ? ks : nullptr, sizeof(T) == 1 ? vs : nullptr};
-      // Blocks lie scattered: the hardware's prefetcher can't know the next one.
-      bool follows = next_keys<T>(a, pos, a->split1 * TD_KV_SPLIT <= last_pos ? a->split1 * TD_KV_SPLIT - 1 : last_pos, next);
-      if (wide) {
-        const float *kf[TD_KV_TILE / 16], *vw[TD_KV_TILE / 16];
-        widen_tile<T>(n, dim, kg, vg, room, kf, vw);
-        task_tile<float, TD_KV_TILE>(a, &t, kf, vw, sums, scores, nullptr);
-      } else {
-        task_tile<T, 16>(a, &t, kg, vg, sums, scores, follows ? next : nullptr);
-      }
+      attend_tile<T>(a, &of, pos, p1 - pos < TD_KV_TILE ? p1 - pos : TD_KV_TILE, end, room);
     }
     for (int64_t i = 0; i < nq; i++) {
       float* o = sums + i * stride + TD_HEADER;

@@ -262,11 +262,11 @@ void Decoder::rotate_and_store(const TdLayer& l, int64_t row) {
     if (l.k_norm) K_->rmsnorm(k + h * dim, l.k_norm, m_.eps, dim, k + h * dim);
     K_->rope(k + h * dim, cos, sin, m_.rotary_dim);
     const int64_t unit = int64_t{table[position / bs]} * m_.kv_heads + h;
-    auto* kg = static_cast<uint8_t*>(l.k_cache) + (unit * bs + slot / 16 * 16) * dim * width;
-    auto* vr = static_cast<uint8_t*>(l.v_cache) + (unit * bs + slot) * dim * width;
+    const int64_t group = (unit * bs + slot / 16 * 16) * dim * width;
+    auto *kg = static_cast<uint8_t*>(l.k_cache) + group, *vg = static_cast<uint8_t*>(l.v_cache) + group;
     float* ks = l.k_scale ? l.k_scale + unit * bs + slot : nullptr;
     float* vs = l.v_scale ? l.v_scale + unit * bs + slot : nullptr;
-    K_->kv_write(k + h * dim, v + h * dim, m_.kv_type, dim, kg, vr, slot % 16, ks, vs);
+    K_->kv_write(k + h * dim, v + h * dim, m_.kv_type, dim, kg, vg, slot % 16, ks, vs);
   }
 }
 

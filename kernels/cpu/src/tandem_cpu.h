@@ -82,8 +82,8 @@ struct TdLayer {
   const float* down_bias;
   const float* cos;  // [max_positions][rotary_dim / 2]
   const float* sin;
-  void* k_cache;   // [num_blocks][kv_heads][block_size / 16][head_dim][16]
-  void* v_cache;   // [num_blocks][kv_heads][block_size][head_dim]
+  void* k_cache;   // [num_blocks][kv_heads][block_size / 16][head_dim][16]; bf16: [..][head_dim / 2][16][2]
+  void* v_cache;   // [num_blocks][kv_heads][block_size][head_dim]; bf16: [..][block_size / 2][head_dim][2]
   float* k_scale;  // [num_blocks][kv_heads][block_size], int8 KV only
   float* v_scale;
   TdWeight q, k, v, o, gate, up, down;
@@ -133,7 +133,7 @@ struct TdAttn {
   int64_t window;
   int32_t head, group, kv_heads, head_dim, block_size, kv_type;
   float scale, softcap;
-  // Where the K that the thread is likely to read next begins: to be fetched ahead. Null: not known.
+  // Where the KV that the thread is likely to read next begins: to be fetched ahead. Null: not known.
   const int32_t* next_table;
   int64_t next_pos;
   int32_t next_n, next_head;  // positions, KV head
@@ -194,7 +194,7 @@ struct TdKernels {
   void (*rope)(float* x, const float* cos, const float* sin, int64_t rotary_dim);
   void (*gated)(float* gate, const float* up, int64_t n, int32_t activation);
   void (*softcap)(float* x, int64_t n, float cap);
-  void (*kv_write)(const float* k, const float* v, int32_t type, int64_t head_dim, void* k_group, void* v_row,
+  void (*kv_write)(const float* k, const float* v, int32_t type, int64_t head_dim, void* k_group, void* v_group,
                    int64_t slot, float* k_scale, float* v_scale);
   void (*attention)(const TdAttn*);
   void (*merge)(const float* parts, int64_t n_parts, int64_t stride, int64_t head_dim, float* out);
@@ -211,4 +211,5 @@ struct TdKernels {
 };
 
 #define TD_ATTN_SCRATCH(head_dim, group) \
-  (2 * TD_KV_TILE * (head_dim) + ((group) > TD_Q_MOST ? (group) : TD_Q_MOST) * (2 * (head_dim) + TD_KV_TILE + 64) + 64)
+  (2 * TD_KV_TILE * (head_dim) +                       \
+   ((group) > TD_Q_MOST ? (group) : TD_Q_MOST) * (5 * (head_dim) / 2 + TD_KV_TILE + 64) + 64)

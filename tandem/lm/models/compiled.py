@@ -70,6 +70,7 @@ class CompiledModel:
         _check(config)
         self._kind = Kind.F32 if exact or dtype == "float32" else Kind.BF16 if dtype == "bfloat16" else None
         self.kernel_path = f"cpu/{cpu.isa()}"
+        self.arithmetic = cpu.arithmetic()
         self.dtype_name = "float32" if self._kind is Kind.F32 else dtype
         self.default_kv_dtype = "float32" if exact else "bfloat16"
         self._positions = positions

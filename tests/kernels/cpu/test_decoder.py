@@ -115,17 +115,38 @@ def test_only_wanted_rows_and_hidden_states(isa: str) -> None:
     run_step(decoder, [(tokens, 0, [7, 8, 9])], [])
 
 
-def test_copied_blocks_continue_alike(isa: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shared", [20, 21])
+def test_copied_blocks_continue_alike(isa: str, kv_dtype: str, shared: int) -> None:
+    """Both copies go on from an even and an odd slot, each with its own tokens, and disturb no other's."""
     rng = np.random.default_rng(12)
     model = tiny_model(rng)
-    cache = new_cache(model, 12, "int8")
+    cache = new_cache(model, 12, kv_dtype)
     decoder = Decoder(model, cache, 64, 64, 2048)
-    tokens = prompt(rng, 21)
-    run_step(decoder, [(tokens[:20], 0, [0, 1])])
+    tokens = prompt(rng, shared + 3)
+    run_step(decoder, [(tokens[:shared], 0, [0, 1])])
     cache.copy_blocks([(1, 6)])
-    assert np.array_equal(
-        run_step(decoder, [(tokens[20:], 20, [0, 6])]), run_step(decoder, [(tokens[20:], 20, [0, 1])])
-    )
+    own = [run_step(decoder, [([token], shared + i, [0, 1])]) for i, token in enumerate(tokens[shared:])]
+    run_step(decoder, [(prompt(rng, 1), shared, [0, 6])])
+    copied = [run_step(decoder, [([token], shared + i, [0, 6])]) for i, token in enumerate(tokens[shared:])]
+    assert np.array_equal(copied, own)
+    assert np.array_equal(run_step(decoder, [(tokens[-1:], shared + 2, [0, 1])]), own[-1])
+
+
+def test_neighbouring_slots_do_not_share_values(isa: str) -> None:
+    """bf16 KV interleaves neighbouring positions: one more token, or what an earlier owner left, changes no other."""
+    rng = np.random.default_rng(14)
+    model = tiny_model(rng, layers=1)
+    tokens, found = prompt(rng, 40), []
+    for poison in (0x7FC0, 0x7F80, 0x4000):
+        cache = new_cache(model, 4, "bfloat16")
+        for array in (*cache.keys, *cache.values):
+            array[:] = poison
+        decoder = Decoder(model, cache, 64, 64, 2048)
+        found.append(np.concatenate([run_step(decoder, [([t], i, [2, 0, 1])]) for i, t in enumerate(tokens)]))
+        assert np.isfinite(found[-1]).all()
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
 
 
 def test_steps_that_contradict_themselves_are_refused() -> None:
