@@ -53,8 +53,12 @@ static inline void tile_group(const uint8_t* t, const int8_t* const* xq, const T
   }
 }
 
-// How far ahead of its use a weight is fetched: the hardware's prefetcher stops at each page of 4 KiB.
+// How far ahead of its use a weight is fetched, and into which cache: the hardware's prefetcher stops at each page of
+// 4 KiB.
+#ifndef TD_AHEAD
 #define TD_AHEAD 2048
+#define TD_AHEAD_CACHE 3
+#endif
 
 template <class F, int R>
 static inline void tile_rows(const uint8_t* t, int64_t blocks, const TdAct* x, int64_t m, vf* acc) {
@@ -66,7 +70,7 @@ static inline void tile_rows(const uint8_t* t, int64_t blocks, const TdAct* x, i
     acc[r] = set1(0.0f);
   }
   for (int64_t b = 0; b < blocks; b++, t += F::BYTES) {
-    for (int i = 0; i < F::BYTES; i += 64) __builtin_prefetch(t + TD_AHEAD + i, 0, 3);
+    for (int i = 0; i < F::BYTES; i += 64) __builtin_prefetch(t + TD_AHEAD + i, 0, TD_AHEAD_CACHE);
     tile_group<F, R, 0>(t, xq, xb, b, acc);
     if (F::GROUPS == 2) tile_group<F, R, 1>(t, xq, xb, b, acc);
     for (int r = 0; r < R; r++) xq[r] += 32;
@@ -82,7 +86,7 @@ static inline void tile_rows_f32(const uint8_t* t, int64_t k, const TdAct* x, in
     acc[r] = set1(0.0f);
   }
   for (int64_t i = 0; i < k; i++, w += 16) {
-    __builtin_prefetch((const char*)w + TD_AHEAD, 0, 3);
+    __builtin_prefetch((const char*)w + TD_AHEAD, 0, TD_AHEAD_CACHE);
     vf v = ld(w);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) acc[r] = fma(set1(xf[r][i]), v, acc[r]);
@@ -100,7 +104,7 @@ static inline void tile_rows_bf16(const uint8_t* t, int64_t k, const TdAct* x, i
     acc[r] = set1(0.0f);
   }
   for (int64_t i = 0; i < k; i += 2, w += 32) {
-    __builtin_prefetch((const char*)w + TD_AHEAD, 0, 3);
+    __builtin_prefetch((const char*)w + TD_AHEAD, 0, TD_AHEAD_CACHE);
     step_bf16<R>(w, xf, xh, i, acc);
   }
 }

@@ -2,6 +2,9 @@
 #define TD_ROWS_Q 8
 #define TD_ROWS_F 12
 #define TD_ROWS_A 12
+// Weights into L2, which has room for more misses.
+#define TD_AHEAD 4096
+#define TD_AHEAD_CACHE 2
 
 struct vf {
   __m512 v;
