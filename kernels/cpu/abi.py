@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_ui
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 
 class Weight(Structure):
@@ -76,6 +76,7 @@ class Step(Structure):
         ("out_rows", c_void_p),
         ("logits", c_void_p),
         ("hidden", c_void_p),
+        ("best", c_void_p),
     ]
 
 

@@ -215,12 +215,15 @@ class Decoder:
         out_rows: np.ndarray,
         logits: np.ndarray | None,
         hidden: np.ndarray | None = None,
+        best: np.ndarray | None = None,
     ) -> None:
         """Computes KV for all rows and logits for `out_rows`.
 
         tokens int32 [M]; row_start int32 [S + 1], rows of each sequence; start int32 [S], position of each sequence's
         first row; block_tables int32 [S, B]; out_rows int32 [R], ascending; logits fp32 [R, vocab] or None;
-        hidden fp32 [R, hidden], states after the final norm, or None. All C-contiguous.
+        hidden fp32 [R, hidden], states after the final norm, or None; best int32 [R], the id of each row's greatest
+        logit, the lowest of equal ones, -1 where all are -inf, -2 where one is NaN or +inf, or None; it needs logits.
+        All C-contiguous.
         Raises ValueError when the step does not fit the decoder or contradicts itself.
         """
         for name, array in (("tokens", tokens), ("row_start", row_start), ("start", start), ("out_rows", out_rows)):
@@ -234,6 +237,8 @@ class Decoder:
             raise ValueError(f"{len(start)} sequences, but {len(row_start)} row starts and {len(block_tables)} tables")
         self._check_out("logits", logits, len(out_rows), self.model.vocab)
         self._check_out("hidden", hidden, len(out_rows), self.model.hidden)
+        if best is not None and (best.dtype != np.int32 or best.shape != (len(out_rows),) or logits is None):
+            raise ValueError(f"best must be int32 [{len(out_rows)}] beside logits, got {best.dtype} {best.shape}")
         step = self._step
         step.n_rows, step.n_seqs, step.n_out = len(tokens), len(start), len(out_rows)
         step.tokens, step.row_start, step.start = tokens.ctypes.data, row_start.ctypes.data, start.ctypes.data
@@ -241,6 +246,7 @@ class Decoder:
         step.out_rows = out_rows.ctypes.data
         step.logits = None if logits is None else logits.ctypes.data
         step.hidden = None if hidden is None else hidden.ctypes.data
+        step.best = None if best is None else best.ctypes.data
         code = self._library.td_decoder_forward(self._handle, ctypes.byref(step))
         if code:
             raise ValueError(

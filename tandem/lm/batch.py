@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -15,15 +16,13 @@ from tandem.lm.types import Slice
 class StepBatch:
     """Rows of all slices, one after another; `rows` are real, arrays over rows may be padded to the row tile.
 
-    token_ids, positions: int64 [padded rows]; slots: int64 [rows], block · block_size + offset; query_start: int32
-    [slices + 1]; context_lens: int32 [slices], KV length after this step; block_tables: int32 [slices, most blocks],
-    padded with 0; logit_rows: int64 [n], rows whose hidden state is wanted.
+    token_ids: int64 [padded rows]; query_start: int32 [slices + 1]; context_lens: int32 [slices], KV length after this
+    step; block_tables: int32 [slices, most blocks], padded with 0; logit_rows: int64 [n], rows whose hidden state is
+    wanted.
     """
 
     rows: int
     token_ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
     query_start: np.ndarray
     context_lens: np.ndarray
     block_tables: np.ndarray
@@ -31,6 +30,25 @@ class StepBatch:
     block_size: int
     # Scratch of a model's own, for what is computed once per step.
     cache: dict[str, object] = field(default_factory=dict)
+
+    # Made when a model reads them: the CPU kernels do not.
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Position in its sequence of each row, int64 [padded rows]."""
+        lengths = np.diff(self.query_start)
+        # Of a row's number: what is the slice's own start is taken off, where it stands in its sequence is added.
+        shift = self.context_lens - self.query_start[1:]
+        positions = np.zeros(len(self.token_ids), dtype=np.int64)
+        positions[: self.rows] = np.arange(self.rows) + np.repeat(shift, lengths)
+        return positions
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """Where each row's KV goes, block · block_size + offset, int64 [rows]."""
+        slices = np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_start))
+        blocks, offsets = np.divmod(self.positions[: self.rows], self.block_size)
+        return self.block_tables[slices, blocks].astype(np.int64) * self.block_size + offsets
 
 
 class KV(Protocol):
@@ -99,49 +117,51 @@ def build_batch(slices: list[Slice], logit_rows: np.ndarray, block_size: int, nu
         ValueError: a slice is empty, reaches beyond its tokens, or its block table is too short or out of range.
     """
     tokens: list[int] = []
-    positions: list[np.ndarray] = []
-    slots: list[np.ndarray] = []
     starts, contexts = [0], []
     widest = max((len(item.block_table) for item in slices), default=1)
-    tables = np.zeros((len(slices), widest), dtype=np.int32)
-    for index, item in enumerate(slices):
+    # One conversion for all tables: a small array for each would take longer than everything else here.
+    blocks: list[int] = []
+    for item in slices:
         ids = slice_tokens(item)
         end = item.start + len(ids)
-        _check_slice(item, len(ids), end, block_size, num_blocks)
-        table = np.asarray(item.block_table, dtype=np.int64)
-        where = np.arange(item.start, end)
+        _check_slice(item, end, block_size)
         tokens += ids
-        positions.append(where)
-        slots.append(table[where // block_size] * block_size + where % block_size)
-        starts.append(starts[-1] + len(ids))
+        starts.append(len(tokens))
         contexts.append(end)
-        tables[index, : len(table)] = table
+        blocks += item.block_table
+        blocks += [0] * (widest - len(item.block_table))
+    tables = np.array(blocks, dtype=np.int32).reshape(len(slices), widest)
+    if blocks and not 0 <= tables.min() <= tables.max() < num_blocks:
+        _check_tables(slices, num_blocks)
     rows = len(tokens)
-    size = padded(rows)
-    token_array, position_array = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    token_array = np.zeros(padded(rows), dtype=np.int64)
     token_array[:rows] = tokens
-    position_array[:rows] = np.concatenate(positions)
     return StepBatch(
         rows=rows,
         token_ids=token_array,
-        positions=position_array,
-        slots=np.concatenate(slots),
-        query_start=np.asarray(starts, dtype=np.int32),
-        context_lens=np.asarray(contexts, dtype=np.int32),
+        query_start=np.array(starts, dtype=np.int32),
+        context_lens=np.array(contexts, dtype=np.int32),
         block_tables=tables,
         logit_rows=logit_rows,
         block_size=block_size,
     )
 
 
-def _check_slice(item: Slice, length: int, end: int, block_size: int, num_blocks: int) -> None:
-    name = f"sequence {item.sequence.id}"
+def _check_slice(item: Slice, end: int, block_size: int) -> None:
     committed = len(item.sequence.token_ids)
-    if item.count < 1 or item.start < 0 or item.start + item.count > committed:
-        raise ValueError(f"{name}: slice {item.start}+{item.count} is outside its {committed} tokens")
-    if item.drafts and item.start + item.count != committed:
-        raise ValueError(f"{name}: drafts need a slice that reaches token {committed}, not {item.start + item.count}")
-    if len(item.block_table) * block_size < end:
-        raise ValueError(f"{name}: {len(item.block_table)} blocks of {block_size} do not hold {end} tokens")
-    if length and (min(item.block_table) < 0 or max(item.block_table) >= num_blocks):
-        raise ValueError(f"{name}: block table leaves 0 to {num_blocks - 1}")
+    reached = item.start + item.count
+    problem = ""
+    if item.count < 1 or item.start < 0 or reached > committed:
+        problem = f"slice {item.start}+{item.count} is outside its {committed} tokens"
+    elif item.drafts and reached != committed:
+        problem = f"drafts need a slice that reaches token {committed}, not {reached}"
+    elif len(item.block_table) * block_size < end:
+        problem = f"{len(item.block_table)} blocks of {block_size} do not hold {end} tokens"
+    if problem:
+        raise ValueError(f"sequence {item.sequence.id}: {problem}")
+
+
+def _check_tables(slices: list[Slice], num_blocks: int) -> None:
+    for item in slices:
+        if min(item.block_table) < 0 or max(item.block_table) >= num_blocks:
+            raise ValueError(f"sequence {item.sequence.id}: block table leaves 0 to {num_blocks - 1}")

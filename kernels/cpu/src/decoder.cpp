@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <new>
 #include <vector>
@@ -63,14 +64,16 @@ class Decoder {
   void plan_sequence(int32_t s, int64_t rows, int64_t tasks_elsewhere);
   void body(int thread);
   void layer(int thread, const TdLayer& l, bool last);
-  void linears(int thread, const Linear* list, int count, const TdAct& x, int64_t rows, bool add);
+  void linears(int thread, const Linear* list, int count, const TdAct& x, int64_t rows, bool add,
+               bool choosing = false);
   void norm_prepare(int thread, const float* x, const float* w, int64_t rows, int32_t need, const TdAct& act);
   void attend(int thread, const TdLayer& l);
   void rotate_and_store(const TdLayer& l, int64_t row);
   void mlp(int thread, const TdLayer& l, int64_t rows);
   void residual(int thread, const TdWeight& w, const float* bias, const float* norm, const TdAct& x, int64_t rows);
   void head(int thread);
-  void project(int thread, const float* hidden, int64_t rows, float* logits);
+  void project(int thread, const float* hidden, int64_t rows, float* logits, int32_t* best);
+  void choose(int64_t rows, int32_t* best);
   static int64_t now() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
@@ -82,6 +85,9 @@ class Decoder {
     times_[part] += t - lap_;
     lap_ = t;
   }
+  // Running argmax of each output row, per thread: see TdKernels::peak. A thread that took no part has no `seen`.
+  static constexpr int64_t kPeak = 32;
+  float* peaks(int thread) const { return peaks_.get() + thread * m_.max_out * kPeak; }
   float* scratch(int thread) { return scratch_.get() + thread * scratch_stride_; }
 
   TdModel m_;
@@ -89,11 +95,11 @@ class Decoder {
   const TdKernels* K_;
   std::shared_ptr<Pool> pool_;
   int64_t qkv_width_, q_width_, kv_width_, scratch_stride_;
-  Array<float> hidden_, qkv_, attn_, up_, gate_, temp_, scratch_, partials_, act_f_;
+  Array<float> hidden_, qkv_, attn_, up_, gate_, temp_, scratch_, partials_, act_f_, peaks_;
   Array<int8_t> act_q_;
   Array<TdXBlock> act_b_;
   Array<uint16_t> act_h_;
-  std::vector<int32_t> position_, seq_of_;
+  std::vector<int32_t> position_, seq_of_, seen_;
   std::vector<Task> tasks_;
   std::vector<Merge> merges_;
   int64_t partial_floats_ = 0, partial_room_ = 0;
@@ -125,6 +131,8 @@ Decoder::Decoder(const TdModel& model) : m_(model), layers_(model.layers, model.
   const int64_t group = m_.heads / m_.kv_heads;
   scratch_stride_ = (TD_ATTN_SCRATCH(int64_t{m_.head_dim}, group) + m_.hidden + 15) / 16 * 16;
   scratch_.make(scratch_stride_ * pool_->size());
+  peaks_.make(int64_t{m_.max_out} * kPeak * pool_->size());
+  seen_.resize(static_cast<size_t>(pool_->size()));
   position_.resize(static_cast<size_t>(rows));
   seq_of_.resize(static_cast<size_t>(rows));
   // Split-parallel tasks are few by construction (see plan_sequence): room for 8 rows x 64 splits x all heads.
@@ -229,8 +237,9 @@ void Decoder::norm_prepare(int thread, const float* x, const float* w, int64_t r
   });
 }
 
-// Several linears over the same activations as one phase.
-void Decoder::linears(int thread, const Linear* list, int count, const TdAct& x, int64_t rows, bool add) {
+// Several linears over the same activations as one phase. choosing: keeps the peaks of what one linear puts out.
+void Decoder::linears(int thread, const Linear* list, int count, const TdAct& x, int64_t rows, bool add,
+                      bool choosing) {
   constexpr int64_t kRows = 256;  // activations of a unit stay in L2
   int64_t columns = 0;
   for (int i = 0; i < count; i++) columns += (list[i].w->n + 15) / 16;
@@ -242,6 +251,14 @@ void Decoder::linears(int thread, const Linear* list, int count, const TdAct& x,
       while (c >= (list[i].w->n + 15) / 16) c -= (list[i++].w->n + 15) / 16;
       const Linear& l = list[i];
       K_->linear(l.w, c, c + 1, &x, m0, m1, l.out, l.ldo, l.bias, add ? 1 : 0, m_.residual_scale);
+      if (!choosing) continue;
+      float* state = peaks(thread);
+      if (!seen_[static_cast<size_t>(thread)]) {
+        seen_[static_cast<size_t>(thread)] = 1;
+        for (int64_t j = 0; j < rows * kPeak; j++)
+          state[j] = j % kPeak < 16 ? -std::numeric_limits<float>::infinity() : 0x1p24f;
+      }
+      for (int64_t m = m0; m < m1; m++) K_->peak(l.out + m * l.ldo + c * 16, l.w->n - c * 16, c, state + m * kPeak);
     }
   });
 }
@@ -386,14 +403,14 @@ void Decoder::layer(int thread, const TdLayer& l, bool last) {
   // when one thread does it.
   if (last && step_->n_out < rows) {
     rows = step_->n_out;
-    if (thread == 0)
+    pool_->phase(thread, 1, 1, [&](int64_t, int64_t) {
       for (int64_t i = 0; i < rows; i++) {
         std::memmove(hidden_.get() + i * m_.hidden, hidden_.get() + step_->out_rows[i] * int64_t{m_.hidden},
                      static_cast<size_t>(m_.hidden) * 4);
         std::memmove(attn_.get() + i * q_width_, attn_.get() + step_->out_rows[i] * q_width_,
                      static_cast<size_t>(q_width_) * 4);
       }
-    pool_->barrier();
+    });
     if (rows == 0) return;
   }
   TdAct y = x;
@@ -415,24 +432,52 @@ void Decoder::head(int thread) {
     for (int64_t r = a; r < b; r++)
       K_->rmsnorm(hidden_.get() + r * m_.hidden, m_.final_norm, m_.eps, m_.hidden, states + r * m_.hidden);
   });
-  if (step.logits) project(thread, states, rows, step.logits);
+  if (step.logits) project(thread, states, rows, step.logits, step.best);
 }
 
-void Decoder::project(int thread, const float* hidden, int64_t rows, float* logits) {
+// Writes the id of each row's greatest logit, from what all threads have seen; of equal ones the lowest.
+void Decoder::choose(int64_t rows, int32_t* best) {
+  constexpr float kInfinite = std::numeric_limits<float>::infinity();
+  for (int64_t row = 0; row < rows; row++) {
+    float top = -kInfinite;
+    int64_t id = -1;
+    for (int t = 0; t < pool_->size(); t++) {
+      if (!seen_[static_cast<size_t>(t)]) continue;
+      const float* state = peaks(t) + row * kPeak;
+      for (int64_t lane = 0; lane < 16; lane++) {
+        if (state[lane] == -kInfinite || state[lane] < top) continue;
+        const int64_t here = static_cast<int64_t>(state[16 + lane]) * 16 + lane;
+        if (state[lane] > top || here < id) id = here;
+        top = state[lane];
+      }
+    }
+    best[row] = top == kInfinite ? -2 : static_cast<int32_t>(id);
+  }
+  for (auto& one : seen_) one = 0;
+}
+
+void Decoder::project(int thread, const float* hidden, int64_t rows, float* logits, int32_t* best) {
   TdAct x = {act_f_.get(), act_q_.get(), act_b_.get(), act_h_.get(), m_.hidden};
   const int32_t need = activation_need(m_.head.kind);
   pool_->phase(thread, rows, 4, [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; r++) K_->prepare(hidden + r * m_.hidden, m_.hidden, need, &x, r);
   });
   Linear one = {&m_.head, m_.head_bias, logits, m_.vocab};
-  linears(thread, &one, 1, x, rows, false);
-  if (m_.logit_scale == 1.0f && m_.logit_softcap == 0.0f) return;
+  const bool as_is = m_.logit_scale == 1.0f && m_.logit_softcap == 0.0f;
+  const bool choosing = best && as_is;
+  linears(thread, &one, 1, x, rows, false, choosing);
+  if (choosing) {
+    if (thread == 0) choose(rows, best);
+    return;
+  }
+  if (as_is) return;
   pool_->phase(thread, rows, 1, [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; r++) {
       float* y = logits + r * m_.vocab;
       if (m_.logit_scale != 1.0f)
         for (int64_t i = 0; i < m_.vocab; i++) y[i] *= m_.logit_scale;
       if (m_.logit_softcap > 0.0f) K_->softcap(y, m_.vocab, m_.logit_softcap);
+      if (best) best[r] = static_cast<int32_t>(K_->argmax(y, m_.vocab));
     }
   });
 }
@@ -448,7 +493,7 @@ int32_t Decoder::logits(const float* hidden, int64_t rows, float* out) {
   pool_->run(
       [](void* c, int thread) {
         auto* j = static_cast<Job*>(c);
-        j->self->project(thread, j->hidden, j->rows, j->out);
+        j->self->project(thread, j->hidden, j->rows, j->out, nullptr);
       },
       &job);
   return OK;

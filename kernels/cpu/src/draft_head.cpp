@@ -39,6 +39,8 @@ class Head {
   TdChain* chains_ = nullptr;
   // Chains that go on; row i of every buffer but state_ is of live_[i].
   std::vector<int32_t> live_;
+  // How many went on in each round: a thread that comes late goes through the same phases.
+  std::vector<int64_t> rounds_;
   std::vector<float> state_, mixed_, gates_, added_, logits_;
   // The inputs of linears in the forms that weights need.
   std::vector<float> f_;
@@ -70,6 +72,10 @@ void Head::draft(TdChain* chains, int64_t count) {
     if (!chains[i].ended) live_.push_back(static_cast<int32_t>(i));
   }
   if (live_.empty()) return;
+  int64_t most = 0;
+  for (int32_t i : live_) most = std::max(most, static_cast<int64_t>(chains[i].most));
+  rounds_.assign(static_cast<size_t>(most) + 1, 0);
+  rounds_[0] = static_cast<int64_t>(live_.size());
   pool_->run([](void* c, int thread) { static_cast<Head*>(c)->body(thread); }, this);
 }
 
@@ -83,13 +89,13 @@ void Head::body(int thread) {
   const int64_t hidden = h_.hidden;
   const TdAct x = act(hidden);
   const int32_t first = activation_need(h_.in.kind), last = activation_need(h_.out.kind);
-  int64_t rows = static_cast<int64_t>(live_.size());
+  int64_t rows = rounds_[0];
   each(thread, rows, [&](int64_t r) { K_->prepare(chains_[live_[static_cast<size_t>(r)]].hidden, hidden, first, &x, r); });
   linear(thread, h_.in, x, rows, added_.data(), hidden);
   each(thread, rows, [&](int64_t r) {
     std::copy_n(added_.data() + r * hidden, hidden, state_.data() + live_[static_cast<size_t>(r)] * hidden);
   });
-  for (; rows; rows = static_cast<int64_t>(live_.size())) {
+  for (size_t round = 0; (rows = rounds_[round]); round++) {
     mix(thread, rows);
     mlp(thread, rows);
     each(thread, rows, [&](int64_t r) {
@@ -101,9 +107,10 @@ void Head::body(int thread) {
     });
     linear(thread, h_.out, x, rows, logits_.data(), h_.out.n);
     each(thread, rows, [&](int64_t r) { choose(r); });
-    if (thread == 0)
+    pool_->phase(thread, 1, 1, [&](int64_t, int64_t) {
       live_.erase(std::remove_if(live_.begin(), live_.end(), [&](int32_t i) { return chains_[i].ended; }), live_.end());
-    pool_->barrier();
+      rounds_[round + 1] = static_cast<int64_t>(live_.size());
+    });
   }
 }
 

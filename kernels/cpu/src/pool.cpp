@@ -61,7 +61,7 @@ void Event::advance() {
 #endif
 }
 
-Pool::Pool(int threads) : size_(threads < 1 ? 1 : threads), shares_(size_) {
+Pool::Pool(int threads) : size_(threads < 1 ? 1 : threads), shares_(size_), locals_(size_) {
   for (int i = 1; i < size_; i++) threads_.emplace_back([this, i] { work(i); });
 }
 
@@ -71,36 +71,56 @@ Pool::~Pool() {
   for (auto& t : threads_) t.join();
 }
 
+// Takes part in the run that is open. False if none is.
+bool Pool::enter() {
+  uint32_t now = inside_.load(std::memory_order_relaxed);
+  do {
+    if (now & kClosed) return false;
+  } while (!inside_.compare_exchange_weak(now, now + 1, std::memory_order_acquire, std::memory_order_relaxed));
+  return true;
+}
+
+void Pool::leave() {
+  if (inside_.fetch_sub(1, std::memory_order_acq_rel) == (kClosed | 1)) left_.advance();
+}
+
 void Pool::work(int thread) {
   uint32_t seen = 0;
   for (;;) {
     started_.wait_change(seen);
-    seen++;
+    seen = started_.value();
     if (stop_) return;
+    if (!enter()) continue;
+    locals_[static_cast<size_t>(thread)].phase = first_;
     fn_(context_, thread);
-    barrier();
+    leave();
   }
 }
 
 void Pool::run(void (*fn)(void*, int), void* context) {
   std::lock_guard<std::mutex> lock(owner_);
-  fn_ = fn;
-  context_ = context;
-  if (size_ > 1) started_.advance();
-  fn(context, 0);
-  barrier();
-}
-
-void Pool::barrier() {
-  if (size_ == 1) return;
-  uint32_t seen = released_.value();
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-    for (auto& s : shares_) s.next.store(0, std::memory_order_relaxed);
-    arrived_.store(0, std::memory_order_relaxed);
-    released_.advance();
+  if (size_ == 1) {
+    fn(context, 0);
     return;
   }
-  released_.wait_change(seen);
+  fn_ = fn;
+  context_ = context;
+  locals_[0].phase = first_ = over_.value();
+  inside_.store(0, std::memory_order_release);
+  started_.advance();
+  fn(context, 0);
+  uint32_t seen = left_.value();
+  if (inside_.fetch_or(kClosed, std::memory_order_acq_rel))
+    left_.wait_change(seen);
+}
+
+// Counts units that a thread has done. The last ones end the phase.
+void Pool::finished(uint32_t number, int64_t done, int64_t units) {
+  if (done_.fetch_add(done, std::memory_order_acq_rel) + done != units) return;
+  done_.store(0, std::memory_order_relaxed);
+  const uint64_t next = static_cast<uint64_t>(number + 1) << 32;
+  for (auto& s : shares_) s.next.store(next, std::memory_order_relaxed);
+  over_.advance();
 }
 
 }  // namespace td

@@ -25,6 +25,26 @@ static int64_t argmax(const float* x, int64_t n) {
   return -2;
 }
 
+// Takes the logits of one column of tiles (n of them, 1 to 16) into a running argmax per lane: state[0 .. 15] are values,
+// state[16 .. 31] columns. The outcome does not depend on the order of columns; NaN counts as +inf.
+static void peak(const float* x, int64_t n, int64_t column, float* state) {
+  const vf infinite = set1(__builtin_inff()), here = set1((float)column);
+  vf v;
+  if (n >= 16) {
+    v = ld(x);
+  } else {
+    float t[16];
+    for (int64_t l = 0; l < 16; l++) t[l] = l < n ? x[l] : -__builtin_inff();
+    v = ld(t);
+  }
+  v = sel(lt(v, infinite), v, infinite);
+  vf best = ld(state), where = ld(state + 16);
+  uint32_t more = lanes(gt(v, best)), less = lanes(lt(v, best));
+  vm take = mask_of(more | (~less & lanes(lt(here, where)) & 0xffff));
+  st(state, sel(take, v, best));
+  st(state + 16, sel(take, here, where));
+}
+
 static void divide(const float* x, int64_t n, float by, float* out) {
   for (int64_t i = 0; i < n; i += 16) st_n(out + i, div(ld_n(x + i, n - i), set1(by)), n - i);
 }

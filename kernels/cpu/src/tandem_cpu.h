@@ -11,7 +11,7 @@
 #endif
 
 // Bumped whenever a structure or a tile layout changes; Python checks it.
-#define TD_ABI_VERSION 4
+#define TD_ABI_VERSION 5
 
 // Forms of a weight in tiles of 16 outputs x 32 inputs. Names say which file format they hold exactly.
 enum TdKind {
@@ -113,6 +113,7 @@ struct TdStep {
   const int32_t* out_rows;  // rows that want logits or hidden states, ascending
   float* logits;            // [n_out][vocab] or null
   float* hidden;            // [n_out][hidden], after the final norm, or null
+  int32_t* best;            // [n_out] id of the greatest logit, -1: all are -inf, -2: one is NaN or +inf; or null
 };
 
 // What one attention task does: rows row0 .. row1 of one sequence, one KV head, splits split0 .. split1.
@@ -199,6 +200,7 @@ struct TdKernels {
   void (*attention)(const TdAttn*);
   void (*merge)(const float* parts, int64_t n_parts, int64_t stride, int64_t head_dim, float* out);
   int64_t (*argmax)(const float* x, int64_t n);
+  void (*peak)(const float* x, int64_t n, int64_t column, float* state);
   void (*divide)(const float* x, int64_t n, float by, float* out);
   double (*expsum)(const float* x, int64_t n, float top, float floor);
   int64_t (*find_from)(const float* x, int64_t n, float least, int32_t* out, int64_t room);

@@ -75,6 +75,8 @@ class CompiledModel:
         self.default_kv_dtype = "float32" if exact else "bfloat16"
         self._positions = positions
         self._logits = np.empty((0, config.vocab_size), np.float32)
+        # Of the last step: the id of each row's greatest logit.
+        self._best = np.empty(0, np.int32)
         self._model = self._build(source, self._all_tiles(source, digest, progress))
         tiles = {id(tile): tile for tile in self._tiles()}
         self.weight_bytes = sum(tile.nbytes for tile in tiles.values())
@@ -200,7 +202,13 @@ class CompiledModel:
         return CompiledKV(self._model, num_blocks, block_size, kv_dtype, max_rows, self._positions)
 
     def new_sampler(self, vocab_size: int) -> CompiledSampler:
-        return CompiledSampler(vocab_size)
+        return CompiledSampler(vocab_size, self.greatest)
+
+    def greatest(self, logits: np.ndarray) -> np.ndarray | None:
+        """Ids of the greatest logits as Decoder.forward gives them, int32 [rows], if `logits` is what it gave last."""
+        last = self._logits[: len(self._best)]
+        same = logits.shape == last.shape and logits.strides == last.strides
+        return self._best if same and logits.ctypes.data == last.ctypes.data else None
 
     def token_scores(self, logits: np.ndarray, ids: list[int], alternatives: list[int]) -> list[TokenScore]:
         return token_scores(logits, ids, alternatives)
@@ -245,14 +253,18 @@ class CompiledModel:
         self, batch: StepBatch, kv: CompiledKV, logits: np.ndarray | None = None, hidden: np.ndarray | None = None
     ) -> None:
         starts = batch.query_start
+        # A step without logits leaves those of an earlier one as they are.
+        if logits is not None:
+            self._best = np.empty(len(logits), np.int32)
         kv.decoder.forward(
             tokens=batch.token_ids[: batch.rows].astype(np.int32),
             row_start=starts,
-            start=(batch.context_lens - np.diff(starts)).astype(np.int32),
+            start=batch.context_lens - (starts[1:] - starts[:-1]),
             block_tables=batch.block_tables,
             out_rows=batch.logit_rows.astype(np.int32),
             logits=logits,
             hidden=hidden,
+            best=None if logits is None else self._best,
         )
 
 

@@ -183,13 +183,14 @@ def new_cache(model: DecoderModel, blocks: int, kv_dtype: str, block_size: int =
 def run_step(
     decoder: Decoder, slices: list[tuple[list[int], int, list[int]]], out_rows: list[int] | None = None
 ) -> np.ndarray:
-    """One step of (tokens, first position, block table) slices; logits fp32 [rows wanted, vocab]."""
+    """One step of (tokens, first position, block table) slices; logits fp32 [rows wanted, vocab], all finite."""
     tokens = [token for item in slices for token in item[0]]
     wanted = np.asarray(range(len(tokens)) if out_rows is None else out_rows, np.int32)
     tables = np.zeros((len(slices), max(len(item[2]) for item in slices)), np.int32)
     for row, item in enumerate(slices):
         tables[row, : len(item[2])] = item[2]
     logits = np.full((len(wanted), decoder.model.vocab), np.nan, np.float32)
+    best = np.full(len(wanted), -3, np.int32)
     decoder.forward(
         np.asarray(tokens, np.int32),
         np.cumsum([0, *(len(item[0]) for item in slices)], dtype=np.int32),
@@ -197,7 +198,9 @@ def run_step(
         tables,
         wanted,
         logits,
+        best=best,
     )
+    assert best.tolist() == logits.argmax(axis=1).tolist()
     return logits
 
 

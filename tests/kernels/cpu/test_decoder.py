@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kernels import cpu
+from kernels.cpu import sampling
 from kernels.cpu.decoder import Decoder
-from kernels.cpu.tiles import Kind
+from kernels.cpu.tiles import Kind, pack_float
 from tests.kernels.cpu.helpers import new_cache, reference_logits, run_step, tiny_model
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -96,6 +99,28 @@ def test_bits_do_not_depend_on_threads(isa: str) -> None:
     assert np.array_equal(found[0], found[2])
 
 
+def test_more_threads_than_cores_change_no_bit_and_finish(isa: str) -> None:
+    """Threads that come late to a phase, or to none of a step: hundreds of steps, with every thread waiting for a core."""
+    rng = np.random.default_rng(16)
+    model = tiny_model(rng, Kind.Q4_1, vocab=700)
+    tokens = prompt(rng, 40, 700)
+    before = int(cpu.library().td_threads())
+    try:
+        cpu.set_threads(1)
+        decoder = Decoder(model, new_cache(model, 12, "bfloat16"), 64, 64, 2048)
+        whole = run_step(decoder, [(tokens, 0, [0, 1, 2])])
+        decoder.close()
+        cpu.set_threads(4 * len(os.sched_getaffinity(0)))
+        decoder = Decoder(model, new_cache(model, 12, "bfloat16"), 64, 64, 2048)
+        for _ in range(10 if isa == "generic" else 60):
+            assert np.array_equal(run_step(decoder, [(tokens, 0, [0, 1, 2])]), whole)
+            assert np.array_equal(run_step(decoder, [(tokens, 0, [0, 1, 2])], [0, 7, 39]), whole[[0, 7, 39]])
+            assert np.array_equal(run_step(decoder, [(tokens[:1], 0, [5])]), whole[:1])
+        decoder.close()
+    finally:
+        cpu.set_threads(before)
+
+
 def test_only_wanted_rows_and_hidden_states(isa: str) -> None:
     rng = np.random.default_rng(11)
     model = tiny_model(rng, Kind.Q8_0)
@@ -113,6 +138,36 @@ def test_only_wanted_rows_and_hidden_states(isa: str) -> None:
     decoder.logits(hidden, logits)
     assert np.array_equal(logits, whole[[7, 39]])
     run_step(decoder, [(tokens, 0, [7, 8, 9])], [])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("softcap", [0.0, 8.0])
+def test_the_greatest_logit_is_the_samplers(isa: str, softcap: float, threads: int) -> None:
+    """Ties over lanes, tiles and threads, rows without an allowed id, infinities and NaN: as the sampler decides."""
+    rng = np.random.default_rng(14)
+    before = int(cpu.library().td_threads())
+    cpu.set_threads(threads)
+    try:
+        never = dict.fromkeys(range(101), -np.inf)
+        for bias in ({}, {0: -np.inf, 1: -np.inf}, {17: np.inf}, {99: np.nan, 3: np.inf}, never):
+            model = tiny_model(rng, vocab=101, logit_softcap=softcap)
+            # Seven different rows, so that each logit occurs about fifteen times.
+            rows = rng.standard_normal((7, model.hidden)).astype(np.float32)
+            added = np.zeros(101, np.float32)
+            added[list(bias)] = list(bias.values())
+            model = replace(model, head=pack_float(rows[np.arange(101) % 7].copy(), Kind.F32), head_bias=added)
+            decoder = Decoder(model, new_cache(model, 12, "float32"), 64, 64, 2048)
+            logits, best = np.empty((40, 101), np.float32), np.empty(40, np.int32)
+            decoder.forward(
+                np.asarray(prompt(rng, 40), np.int32), np.asarray([0, 40], np.int32), np.asarray([0], np.int32),
+                np.asarray([[4, 5, 6]], np.int32), np.arange(40, dtype=np.int32), logits, best=best,
+            )  # fmt: skip
+            assert best.tolist() == sampling.sample(logits, np.zeros(40, sampling.SAMPLE)).tolist()
+            if not bias:
+                assert len(set(best.tolist())) > 1 and best.max() < 7
+            decoder.close()
+    finally:
+        cpu.set_threads(before)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
