@@ -10,7 +10,7 @@ import numpy as np
 from engine_service.grammar import GrammarMatcher
 from engine_service.plan import Entry
 from engine_service.requests import Choice
-from engine_service.speculation import MAX_DRAFTS, Draft, SpecCandidate, SpeculationController
+from engine_service.speculation import MAX_DRAFTS, Draft, NullSpeculation, SpecCandidate, SpeculationController
 from tandem.lm.types import Slice
 
 
@@ -24,6 +24,8 @@ class Drafting:
         matcher: Callable[[Choice], GrammarMatcher | None],
     ) -> None:
         self._speculation = speculation
+        # Whether there is anybody to ask for drafts.
+        self.on = type(speculation) is not NullSpeculation
         self._vocab_size = vocab_size
         self._matcher = matcher
         self._known: set[int] = set()

@@ -95,7 +95,8 @@ class Engine:
             prefill_budget=prefill_budget(settings.prefill_budget, spec.kernel_path),
         )
         pool = BlockPool(spec.num_blocks, spec.block_size, caching=settings.prefix_caching)
-        self.loop = StepLoop(runner, Scheduler(config, pool), speculation, self._sink)
+        hold = settings.stream_interval_ms / 1000
+        self.loop = StepLoop(runner, Scheduler(config, pool), speculation, self._sink, hold=hold)
         self.speculation = speculation
         # Set where metrics are served.
         self.metrics: EngineMetrics | None = None
@@ -211,7 +212,7 @@ class Engine:
             if job.prompt_scores is not None:
                 stream.outbox.put(prompt_event(job.request.prompt[0], job.prompt_scores))
             if self.metrics is not None and job.updates:
-                self.metrics.delivered(stream)
+                self.metrics.delivered(stream, job.times)
             if not stream.apply(job.updates, self.identity):
                 self.loop.cancel(job.request.id)
             elif job.error is not None:

@@ -1,4 +1,4 @@
-"""What crosses between the event loop and the step loop: jobs go in, one report per step comes out."""
+"""What crosses between the event loop and the step loop: jobs go in, reports of steps come out."""
 
 from __future__ import annotations
 
@@ -28,17 +28,30 @@ class Job:
 
 @dataclass(slots=True)
 class JobReport:
-    """What a step did for one request. `error` ends it."""
+    """What one or a few steps did for one request. `error` ends it."""
 
     request: Request
     updates: list[ChoiceUpdate] = field(default_factory=list)
     prompt_scores: list[TokenScore] | None = None
     error: TandemError | None = None
 
+    # When steps gave it tokens, time.monotonic.
+    times: list[float] = field(default_factory=list)
+
+    def add(self, update: ChoiceUpdate, at: float) -> None:
+        """Notes what a choice got; what it got before and nobody has read yet becomes one update with it."""
+        if not self.times or self.times[-1] != at:
+            self.times.append(at)
+        for index, earlier in enumerate(self.updates):
+            if earlier.choice == update.choice:
+                self.updates[index] = earlier.then(update)
+                return
+        self.updates.append(update)
+
 
 @dataclass(slots=True)
 class StepReport:
-    """What a step did for all requests and to the prefix cache."""
+    """What one or a few steps did for all requests and to the prefix cache."""
 
     jobs: list[JobReport]
     changes: list[KvChange]

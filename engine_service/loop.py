@@ -1,7 +1,8 @@
 """The step loop: one thread that plans, computes and commits, over and over.
 
-It never touches the event loop: it reports each step through `sink`, one call per step, which hands the report over.
-Everything that no later step needs (detokenisation, logprobs, messages) is made from the report on the other side.
+It never touches the event loop: it reports steps through `sink`, at most one call per step, which hands the report over.
+Everything that no later step needs (detokenisation, logprobs, messages) is made from the report on the other side. Tokens
+of short steps wait for those of the next ones, `hold` seconds at most, since a message costs as much as a step's Python.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class StepLoop:
         speculation: SpeculationController,
         sink: Callable[[StepReport], None],
         clock: Callable[[], float] = time.monotonic,
+        hold: float = 0.0,
     ) -> None:
+        """hold: seconds that tokens may wait to be reported together with later ones; 0: each step is reported."""
         self.runner = runner
         self.scheduler = scheduler
         self.stats = LoopStats()
@@ -54,6 +57,12 @@ class StepLoop:
         self._stopping = False
         self._jobs: dict[int, Job] = {}
         self._reports: dict[int, JobReport] = {}
+        self._hold = hold
+        # When the last report went out, and whether the next one has more in it than further tokens.
+        self._reported = 0.0
+        self._urgent = False
+        # Seconds that the last step took.
+        self._last_step = 0.0
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
 
     # For other threads
@@ -122,12 +131,13 @@ class StepLoop:
             self._drop(
                 request, TandemError("DEADLINE", f"the request's deadline passed after {now - request.arrival:.3f} s")
             )
-        plan = self.scheduler.plan(self._drafting.ask(self.scheduler.decoding()))
+        plan = self.scheduler.plan(self._drafting.ask(self.scheduler.decoding()) if self._drafting.on else None)
+        self.stats.snapshot(self.scheduler)
         if plan.entries:
             self.stats.step_begins()
-            self.stats.snapshot(self.scheduler)
             self._compute(plan, now)
-        self._report()
+        else:
+            self._report()
         return bool(plan.entries)
 
     def _take_orders(self) -> None:
@@ -139,6 +149,7 @@ class StepLoop:
         # One per turn, so that a row of them does not hold up the batch.
         call = self._inbox.next_call()
         if call is not None:
+            self._report()
             self.stats.step_begins()
             try:
                 call.future.set_result(call.work())
@@ -186,6 +197,9 @@ class StepLoop:
         try:
             if plan.copies:
                 self.runner.copy_blocks(plan.copies)
+            # Not before: whoever takes the report wants the interpreter lock, and the runner is about to leave it.
+            if not self._may_wait(plan, now):
+                self._report()
             outputs = self.runner.execute([s for s in slices if s is not None])
         except Exception as error:
             log.exception("a step failed")
@@ -194,6 +208,7 @@ class StepLoop:
             self._fail_step(plan)
             return
         done = self._clock()
+        self._last_step = done - now
         # Before commit: what an entry samples is told by the tokens that it has not committed yet.
         rows, prefill = plan.sampled_rows, plan.prefill_tokens
         self.stats.step_ends(plan)
@@ -201,6 +216,8 @@ class StepLoop:
         for entry, piece in zip(plan.entries, slices, strict=True):
             self._commit(entry, next(results) if piece is not None else None, done)
         self._drafting.step_done(rows, prefill, (done - now) * 1000)
+        if self._urgent:
+            self._report()
 
     def _note_start(self, entry: Entry, now: float) -> None:
         choice, request = entry.choice, entry.choice.request
@@ -258,8 +275,10 @@ class StepLoop:
             self._drafting.observe(entry, settled.ids, accepted, out.hidden)
         if settled.ids or settled.finish is not None:
             scores = out.scores[: len(settled.ids)] if out.scores is not None else None
-            update = ChoiceUpdate(index, settled.ids, scores, accepted, settled.text, settled.finish)
-            self._report_of(request).updates.append(update)
+            update = ChoiceUpdate(index, settled.ids, scores, (1 << accepted) - 1, settled.text, settled.finish)
+            first = choice.sequence.output_len == len(settled.ids)
+            self._urgent |= first or settled.finish is not None
+            self._reports.setdefault(request.id, JobReport(request)).add(update, now)
         if settled.finish is not None:
             self._forget(choice)
             if not request.unfinished:
@@ -282,10 +301,18 @@ class StepLoop:
     # Reports
 
     def _report_of(self, request: Request) -> JobReport:
+        """The report of something that does not wait."""
+        self._urgent = True
         return self._reports.setdefault(request.id, JobReport(request))
 
+    def _may_wait(self, plan: StepPlan, now: float) -> bool:
+        """Whether nothing but further tokens is to be told, and the planned step is like the last one and ends in time."""
+        if self._urgent or plan.prefill_tokens:
+            return False
+        return now - self._reported + self._last_step <= self._hold
+
     def _report(self) -> None:
-        self.stats.snapshot(self.scheduler)
+        self._reported, self._urgent = self._clock(), False
         changes = self.scheduler.pool.take_changes()
         if self._reports or changes:
             reports, self._reports = list(self._reports.values()), {}

@@ -6,8 +6,7 @@ the event loop, beside compute.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -63,12 +62,14 @@ class EngineMetrics:
         self._aborted = counter("tandem_engine_requests_aborted", "Requests that ended without a usage event.")
         registry.register(_EngineCollector(engine))
 
-    def delivered(self, stream: Stream) -> None:
-        """A step gave tokens to this stream."""
-        request, now = stream.request, time.monotonic()
-        last, stream.last_delivery = stream.last_delivery, now
+    def delivered(self, stream: Stream, times: Sequence[float]) -> None:
+        """Steps that ended at these times gave tokens to this stream."""
+        request, last = stream.request, stream.last_delivery
+        for at in times:
+            if stream.last_delivery is not None:
+                self._itl.observe(at - stream.last_delivery)
+            stream.last_delivery = at
         if last is not None:
-            self._itl.observe(now - last)
             return
         first, token = request.first_step, request.first_token
         self._prompt_tokens.inc(len(request.prompt))

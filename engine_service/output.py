@@ -22,15 +22,28 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class ChoiceUpdate:
-    """What one step gave one choice. `accepted` of the ids were drafts: the first ones."""
+    """What a step, or several in a row, gave one choice."""
 
     choice: int
     ids: list[int]
     scores: list[TokenScore] | None
-    accepted: int
+    # Bit i: id i was a draft.
+    drafted: int
     # Text that these ids release, or None: it is this side's to make.
     text: str | None
     finish: Finish | None
+
+    def then(self, more: ChoiceUpdate) -> ChoiceUpdate:
+        """This update and the one that follows it as one."""
+        scored = self.scores is not None or more.scores is not None
+        return ChoiceUpdate(
+            self.choice,
+            self.ids + more.ids,
+            [*(self.scores or ()), *(more.scores or ())] if scored else None,
+            self.drafted | more.drafted << len(self.ids),
+            None if more.text is None else (self.text or "") + more.text,
+            more.finish,
+        )
 
 
 def singles(update: ChoiceUpdate) -> list[ChoiceUpdate]:
@@ -41,7 +54,7 @@ def singles(update: ChoiceUpdate) -> list[ChoiceUpdate]:
             update.choice,
             [token],
             None if update.scores is None else [update.scores[number]],
-            int(number < update.accepted),
+            update.drafted >> number & 1,
             update.text if number == last or update.text is None else "",
             update.finish if number == last else None,
         )
@@ -135,7 +148,7 @@ class ChoiceOutput:
             text_offset=self._text_bytes,
             ids=update.ids,
             text=text,
-            drafted=(1 << update.accepted) - 1 if len(update.ids) <= DRAFTED_BITS else 0,
+            drafted=update.drafted if len(update.ids) <= DRAFTED_BITS else 0,
         )
         if update.scores is not None:
             delta.logprobs.extend(map(to_logprob, update.scores))

@@ -71,6 +71,11 @@ class EngineSettings(TracedSettings):
     grammar_max_bytes: int = Field(262_144, ge=1, description="largest grammar or schema source")
     grammar_timeout_s: float = Field(5.0, gt=0, description="longest compilation of a grammar")
     stream_buffer_bytes: int = Field(4_194_304, ge=1024, description="unread output per stream before it is dropped")
+    stream_interval_ms: float = Field(
+        10.0,
+        ge=0,
+        description="longest time that a token of a short step waits to leave together with the next ones; 0: none waits",
+    )
 
     # Speculation.
     draft: str = Field("", description="address of the draft service; empty: none")

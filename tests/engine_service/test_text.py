@@ -76,7 +76,7 @@ def test_outbox_joins_what_nobody_read() -> None:
 def test_single_tokens_are_never_joined() -> None:
     outbox = Outbox(100_000, merge=False)
     output = ChoiceOutput(0, StopRules(), TOKENIZER, final_only=False, single_tokens=True)
-    for event in output.events(ChoiceUpdate(0, [*b"abc"], None, 2, None, Finish("length"))):
+    for event in output.events(ChoiceUpdate(0, [*b"abc"], None, 0b11, None, Finish("length"))):
         outbox.put(event)
     deltas = [event.delta for event in outbox._events if event.WhichOneof("event") == "delta"]
     assert [(list(delta.ids), delta.text, delta.token_offset, delta.drafted) for delta in deltas] == [
