@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+
 from engine_service.engine import Engine
 from engine_service.settings import EngineSettings
 from engine_service.speculation.controller import connect
 from engine_service.speculation.head import load as load_head
 from tandem.lm.runner import load_runner
 from tandem.lm.runner_settings import RunnerSettings
+from tandem.machine import keep_to_node, usable_cores
 from tandem.models.store import resolve
 from tandem.tokenizer import Tokenizer, load_bundle
+
+log = logging.getLogger(__name__)
 
 
 def load_engine(settings: EngineSettings) -> Engine:
     """Loads model, tokenizer and runner (blocking, minutes for a large model)."""
     model = resolve(settings.model)
     tokenizer = Tokenizer(load_bundle(model.path))
+    device = _device(settings.device)
+    if device == "cpu" and settings.tensor_parallel_size == 1:
+        # Before weights and KV: memory is the node's whose core touches it first.
+        node = keep_to_node(settings.threads or usable_cores(), settings.numa_node)
+        if node is not None:
+            log.info("keeping to NUMA node %d", node)
     runner = load_runner(
         RunnerSettings(
             model_path=model.path,
@@ -23,7 +34,7 @@ def load_engine(settings: EngineSettings) -> Engine:
             kv_dtype=settings.kv_dtype,
             numerics=settings.numerics,
             threads=settings.threads,
-            device=_device(settings.device),
+            device=device,
             block_size=settings.block_size,
             kv_cache_bytes=settings.kv_cache_bytes,
             gpu_memory_utilization=settings.gpu_memory_utilization,

@@ -36,6 +36,11 @@ class EngineSettings(TracedSettings):
     model_impl: str = Field("auto", description="auto, native or transformers", pattern="^(auto|native|transformers)$")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
     threads: int = Field(0, ge=0, description="compute threads; 0: all cores that the process may use")
+    numa_node: int = Field(
+        -1,
+        ge=-1,
+        description="node that the compute threads keep to if they fit one; -1: the one with the most free memory",
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share each layer")
 
     # KV cache.

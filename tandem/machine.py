@@ -1,7 +1,11 @@
-"""What this process may use of the machine: cores by affinity and cgroup quota, memory by cgroup limit. No torch."""
+"""What this process may use of the machine: cores by affinity, cgroup quota and NUMA node, memory by cgroup limit.
+
+No torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -22,6 +26,65 @@ def usable_cores(root: Path = _ROOT) -> int:
         cores = os.cpu_count() or 1
     quotas = [quota for folder in _groups(root, "cpu") if (quota := _quota(folder)) is not None]
     return max(1, min([cores, *(int(-(-quota // 1)) for quota in quotas)]))
+
+
+def numa_nodes(threads: int, root: Path = _ROOT) -> dict[int, set[int]]:
+    """Cores by NUMA node, for each node with as many cores within the affinity mask as there are threads.
+
+    Empty where the mask lies within one node, or the system does not tell: there is nothing to choose then.
+    """
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:
+        return {}
+    nodes: dict[int, set[int]] = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        if cores := _cores(_read(folder / "cpulist")) & allowed:
+            nodes[int(folder.name.removeprefix("node"))] = cores
+    if len(nodes) < 2:
+        return {}
+    return {node: cores for node, cores in sorted(nodes.items()) if len(cores) >= threads}
+
+
+def keep_to_node(threads: int, node: int = -1, root: Path = _ROOT) -> int | None:
+    """Keeps all threads of this process to the cores of one NUMA node, if `threads` of them fit; returns its number.
+
+    Memory that they touch first from now on is that node's. node: -1 takes the one with the most free memory. None,
+    and nothing is changed, where numa_nodes finds none.
+
+    Raises:
+        ValueError: the machine has nodes to choose from, but not this one.
+    """
+    nodes = numa_nodes(threads, root)
+    if not nodes:
+        return None
+    if node < 0:
+        node = max(nodes, key=lambda name: (_free_memory(root, name), -name))
+    if node not in nodes:
+        raise ValueError(f"numa_node is {node}, but {threads} threads fit only {', '.join(map(str, nodes))}")
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(task.name), nodes[node])
+    return node
+
+
+def _cores(text: str) -> set[int]:
+    """Numbers of a list such as 0-3,8,10-11."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdigit():
+            found.update(range(int(first), int(last if last.isdigit() else first) + 1))
+    return found
+
+
+def _free_memory(root: Path, node: int) -> int:
+    """Free memory of a node in KiB; 0 where the system does not tell."""
+    for line in _read(root / f"sys/devices/system/node/node{node}/meminfo").splitlines():
+        words = line.split()
+        if len(words) > 3 and words[2] == "MemFree:" and words[3].isdigit():
+            return int(words[3])
+    return 0
 
 
 def memory_limit(root: Path = _ROOT) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from tandem.cli.services import SERVICES
 from tandem.launcher import passing
 from tandem.launcher.settings import ServeSettings
+from tandem.machine import numa_nodes
 from tandem.rpc import check_address
 from tandem.settings import env_name, load_settings
 
@@ -68,6 +69,8 @@ def _engine_flags(
     loaded, origins = load_settings(cls, flags={**passed, "model": str(model.path)}, env=env, config=config)
     added: dict[str, Any] = {"model": str(model.path)}
     wanted: list[tuple[str, Any]] = [("served_model_name", model.name), ("threads", threads)]
+    if numa_nodes(threads):
+        wanted.append(("numa_node", -1))
     if not drafts:
         # --draft none means no speculation of any kind, unless a head is named.
         wanted.append(("head", "none"))
@@ -102,6 +105,8 @@ def make_plan(
 
     share, drafting = max(1, cores // settings.engines), settings.draft != "none"
     added, threads = _engine_flags(passed["engine"], env, config, model, share, drafting)
+    # Engines that start together would all find the same node the emptiest.
+    nodes = list(numa_nodes(threads)) if "numa_node" in added else []
     engines, drafts = [], []
     for index in range(settings.engines):
         draft_address = ""
@@ -113,6 +118,8 @@ def make_plan(
         listen = address(f"engine-{index}")
         flags = {**passed["engine"], **added, "listen": listen, "draft": draft_address}
         flags["metrics_listen"] = metrics(1 + index)
+        if nodes:
+            flags["numa_node"] = nodes[index % len(nodes)]
         engines.append(child(f"engine-{index}", "engine", flags, listen))
     router, admin = address("router"), address("router-admin")
     router_flags = {"listen": router, "admin_listen": admin, "engines": ",".join(spec.address for spec in engines)}

@@ -121,6 +121,20 @@ def test_a_run_dir_too_long_for_sockets_is_refused_with_its_length() -> None:
         make_plan(ServeSettings(**own), passed, MODEL, Path("/tmp/" + "x" * 110), None, {}, 2)
 
 
+def test_engines_are_spread_over_the_nodes_that_hold_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nodes(threads: int) -> dict[int, set[int]]:
+        return {0: set(range(4)), 2: set(range(4, 8))} if threads <= 4 else {}
+
+    monkeypatch.setattr("tandem.launcher.plan.numa_nodes", nodes)
+    _, children = plan(engines=3, cores=8)
+    found = [[word for word in children[f"engine-{i}"].arguments if word.startswith("--numa-node")] for i in range(3)]
+    assert found == [["--numa-node=0"], ["--numa-node=2"], ["--numa-node=0"]]
+    _, children = plan(engines=1, cores=8)
+    assert not any("numa" in word for word in children["engine-0"].arguments)
+    _, children = plan(engines=2, cores=8, env={"TANDEM_NUMA_NODE": "2"})
+    assert not any("numa" in word for word in children["engine-0"].arguments)
+
+
 def test_draft_takes_proposers_or_a_model() -> None:
     assert proposer_flags("auto") == {}
     assert proposer_flags("ngram,suffix") == {"proposers": "ngram,suffix"}
