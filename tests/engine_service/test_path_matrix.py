@@ -70,7 +70,7 @@ class RealHarness(Harness):
                 default=0,
             )
             for tensor in self.tensors:
-                tensor[block, :, max(0, filled) :] = float("nan")
+                _poison(tensor, block, max(0, filled))
         return worked
 
     def _report(self, report: StepReport) -> None:
@@ -86,18 +86,31 @@ class RealHarness(Harness):
 
 
 def _kv_tensors(runner: Runner) -> list[torch.Tensor]:
-    """Views of K and V of all layers, [num_blocks, num_kv_heads, BLOCK, head_dim], in types that can hold NaN."""
+    """Views of K and V of all layers in types that can hold NaN: [num_blocks, num_kv_heads, BLOCK, ...], or
+    [num_blocks, num_kv_heads, BLOCK / 2, 2, head_dim] where two slots lie in pairs."""
     cache = getattr(runner._kv, "_cache", runner._kv)  # type: ignore[attr-defined]
     if isinstance(cache.keys[0], torch.Tensor):
         return [*cache.keys, *cache.values]
+    # The kernels' layouts: bf16 lies in pairs, of dimensions in K and of slots in V; keys of 16 slots lie side by side.
+    assert all(array.dtype == np.uint16 for array in (*cache.keys, *cache.values))
     found = []
-    for array, slots_last in [*((keys, True) for keys in cache.keys), *((values, False) for values in cache.values)]:
-        tensor = torch.from_numpy(array)
-        tensor = tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
-        # The kernels keep the keys of 16 tokens side by side, which here are a whole block.
-        shape = (len(array), KV_HEADS, HEAD_DIM, BLOCK) if slots_last else (len(array), KV_HEADS, BLOCK, HEAD_DIM)
-        found.append(tensor.view(shape).transpose(2, 3) if slots_last else tensor.view(shape))
+    for array in cache.keys:
+        keys = torch.from_numpy(array).view(torch.bfloat16).view(len(array), KV_HEADS, HEAD_DIM // 2, BLOCK, 2)
+        found.append(keys.permute(0, 1, 3, 2, 4))
+    for array in cache.values:
+        values = torch.from_numpy(array).view(torch.bfloat16).view(len(array), KV_HEADS, BLOCK // 2, HEAD_DIM, 2)
+        found.append(values.permute(0, 1, 2, 4, 3))
     return found
+
+
+def _poison(tensor: torch.Tensor, block: int, start: int) -> None:
+    """Fills the slots of a block from `start` on with NaN."""
+    if tensor.shape[2] == BLOCK:
+        tensor[block, :, start:] = float("nan")
+        return
+    tensor[block, :, (start + 1) // 2 :] = float("nan")
+    if start % 2:
+        tensor[block, :, start // 2, 1] = float("nan")
 
 
 class Recalling(NullSpeculation):
