@@ -79,7 +79,7 @@ class EngineSettings(TracedSettings):
     stream_interval_ms: float = Field(
         10.0,
         ge=0,
-        description="longest time that a token of a short step waits to leave together with the next ones; 0: none waits",
+        description="longest time that a token of a short step waits to leave with the next ones; 0: none waits",
     )
 
     # Speculation.
