@@ -1,8 +1,8 @@
 """The step loop: one thread that plans, computes and commits, over and over.
 
 It never touches the event loop: it reports steps through `sink`, at most one call per step, which hands the report
-over. Everything that no later step needs (detokenisation, logprobs, messages) is made from the report on the other side.
-Tokens of short steps wait for those of the next ones, `hold` seconds at most: a message costs as much as a step's Python.
+over. What no later step needs (detokenisation, logprobs, messages) is made from the report on the other side. Tokens of
+short steps wait for those of the next ones, `hold` seconds at most: a message costs as much as a step's Python.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class StepLoop:
         return self._reports.setdefault(request.id, JobReport(request))
 
     def _may_wait(self, plan: StepPlan, now: float) -> bool:
-        """Whether nothing but further tokens is to be told, and the planned step, if like the last one, ends in time."""
+        """Whether nothing but further tokens is to be told, and a step like the last one ends in time."""
         if self._urgent or plan.prefill_tokens:
             return False
         return now - self._reported + self._last_step <= self._hold

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_short_steps_share_a_report_and_no_token_waits_longer() -> None:
     # The first token and the last leave at once, the others by two: a third step would end after 12 ms.
     assert [sizes for _, sizes in engine.reports] == [[1], [2], [2], [2], [2]]
     times = [at for at, _ in engine.reports]
-    assert all(later - earlier <= 0.010 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier <= 0.010 for earlier, later in itertools.pairwise(times))
     assert engine.results[request].outputs[0] == engine.expect([1, 2, 3], engine.requests[request].params, 0, 9)
 
 

@@ -22,7 +22,7 @@ class CompiledSampler(Sampler):
     def __init__(
         self, vocab_size: int, greatest: Callable[[np.ndarray], np.ndarray | None] = lambda logits: None
     ) -> None:
-        """greatest: ids int32 [rows] of the greatest raw logits, -1 or -2 as sampling.sample, if somebody knows them."""
+        """greatest: ids int32 [rows] of the greatest raw logits, -1 or -2 as sampling.sample, if they are known."""
         super().__init__(vocab_size)
         self._greatest = greatest
 

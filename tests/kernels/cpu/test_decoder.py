@@ -100,7 +100,7 @@ def test_bits_do_not_depend_on_threads(isa: str) -> None:
 
 
 def test_more_threads_than_cores_change_no_bit_and_finish(isa: str) -> None:
-    """Threads that come late to a phase, or to none of a step: hundreds of steps, with every thread waiting for a core."""
+    """Threads that come late to a phase, or to none of a step: many steps, with threads waiting for a core."""
     rng = np.random.default_rng(16)
     model = tiny_model(rng, Kind.Q4_1, vocab=700)
     tokens = prompt(rng, 40, 700)
